@@ -1,0 +1,128 @@
+// The contract between the interpreter (registers, arithmetic, control flow: interp.c, alu.c) and the engine
+// (memories, barriers, asynchronous operations, scheduling, hazards: memory.c, barrier.c, tma.c, tensor.c, sched.c, hazard.c).
+#ifndef CUTE_GEMMA_EMU_H
+#define CUTE_GEMMA_EMU_H
+#include <stddef.h>
+#include <stdint.h>
+
+#define LANES 32
+#define FULL 0xffffffffu
+#define SLOT 64                 // bytes: the unit in which register references count
+
+// ---------------------------------------------------------------- program (made by lowering.py, read-only here)
+typedef enum {
+#define OP(name) OP_##name,
+#include "alu.def"              // interpreter's operations
+  OP_ENGINE_FIRST,              // every code above this one is the engine's
+#include "engine.def"           // engine's operations
+#undef OP
+  OP_COUNT
+} OpCode;
+
+enum {                          // Op.flags
+  OP_PRED_NEG = 1,              // run in the lanes where the guard predicate is false
+  OP_PENDING = 2,               // touches a register that some path leaves in flight: ask engine_pending first
+};
+
+typedef struct {
+  uint16_t code;                // OpCode
+  uint8_t flags;
+  uint8_t nargs;                // number of references in args, at most 255 (a tcgen05.ld.x128 has 129)
+  int32_t guard;                // index of the guard predicate, -1 for none
+  uint32_t args;                // first of its references in Program.refs
+  uint32_t sub;                 // modifiers, packed as the operation's lowering says
+  int32_t target;               // branch target (index of an Op), -1 for none
+  uint32_t line;                // PTX line, for reports
+  int64_t imm, imm2;
+} Op;
+
+typedef struct {
+  const Op *ops; uint32_t nops;
+  const int32_t *refs;          // register references: >= 0 warp register file, < 0 constant bank; predicates are plain indices
+  const uint8_t *consts;        // constant bank: immediates broadcast to 32 lanes, launch-uniform values; SLOT-aligned
+  uint32_t reg_bytes;           // register file of one warp
+  uint32_t npreds;
+  // where the launch puts a warp's own special values, as register references (-1: unused by this kernel)
+  int32_t tid[3], ctaid[3], laneid, warpid, clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
+} Program;
+
+// ---------------------------------------------------------------- a warp as the interpreter sees it
+typedef struct { uint32_t pc, mask, wait; } Split;      // lanes that share a pc; wait: the engine's, 0 = runnable
+
+typedef struct Cta Cta;
+typedef struct Launch Launch;
+typedef struct Warp {
+  uint8_t *bank[2];             // [0] register file, [1] constants
+  uint32_t *pred;               // predicate registers as 32-lane masks
+  Split split[LANES]; int nsplit;   // live lanes; empty when the warp has exited
+  uint32_t live;                // lanes that have not exited
+  uint32_t id;                  // index in the CTA
+  Cta *cta; Launch *launch;
+  uint64_t *counts;             // executions of each Op by warps of this id, over the launch
+  void *engine;                 // the engine's own state of this warp
+} Warp;
+
+// Registers hold one value a lane. b16 sits in the low half of a 32-bit lane with the upper half zero; b64 takes 256 bytes.
+static inline void *reg(const Warp *w, int32_t ref) {
+  return w->bank[ref < 0] + (size_t)(ref & 0x7fffffff) * SLOT;
+}
+#define REG32(w, ref) ((uint32_t *)reg(w, ref))
+#define REG64(w, ref) ((uint64_t *)reg(w, ref))
+#define REGF(w, ref) ((float *)reg(w, ref))
+
+// ---------------------------------------------------------------- interpreter -> engine
+typedef enum {
+  ST_NEXT,      // done: go to the next Op
+  ST_BLOCK,     // cannot run yet: leave this split at the same pc; the engine marked it waiting
+  ST_YIELD,     // done, and end this warp's turn
+  ST_FAULT      // fault() was called: stop the launch
+} Status;
+Status engine_exec(Warp *w, const Op *op, uint32_t mask);     // an operation above OP_ENGINE_FIRST, for the lanes in mask
+Status engine_pending(Warp *w, const Op *op, uint32_t mask);  // ST_FAULT if a register of op is still in flight
+void engine_exit(Warp *w, uint32_t mask);                     // lanes in mask leave the kernel
+
+// ---------------------------------------------------------------- engine -> interpreter
+typedef enum { RUN_BUDGET, RUN_BLOCKED, RUN_YIELD, RUN_DONE, RUN_FAULT } RunResult;
+// Runs the warp until every split waits (RUN_BLOCKED), the budget of instructions is used up, or it yields, exits or faults.
+// Splits run lowest pc first and merge when their pcs meet; a waiting split lets the others go on.
+RunResult interp_run(Warp *w, uint32_t budget);
+void interp_wake(Warp *w, int split);                         // clears split[].wait
+
+// ---------------------------------------------------------------- faults: the first one is kept, with where it happened
+typedef enum {
+  FAULT_UNSUPPORTED, FAULT_MEMORY, FAULT_MISALIGNED, FAULT_UNINITIALISED, FAULT_RACE, FAULT_PROXY_FENCE, FAULT_ASYNC_REGISTER,
+  FAULT_TMEM, FAULT_BARRIER, FAULT_DESCRIPTOR, FAULT_DEADLOCK, FAULT_LEAK, FAULT_PDL, FAULT_DIVERGENCE, FAULT_ILLEGAL
+} FaultKind;
+Status fault(Warp *w, const Op *op, FaultKind kind, const char *fmt, ...);   // always returns ST_FAULT
+
+// ---------------------------------------------------------------- the launch, as Python fills it (ctypes in engine.py)
+typedef struct { uint64_t base, size; uint32_t writable, index; } Region;    // global memory the launch may touch
+typedef struct {
+  const Program *program;
+  uint32_t grid[3], block[3], cluster[3];
+  uint32_t static_smem, dynamic_smem;      // bytes; dynamic shared memory starts at smem_base(static) as on the target
+  const uint8_t *params; uint32_t param_bytes;
+  const Region *regions; uint32_t nregions;
+  uint32_t arch;                           // 100 or 90
+  uint32_t resident;                       // most CTAs at once (the SM count of the modelled card)
+  uint32_t policy;                         // 0 eager, 1 lazy, 2 random
+  uint64_t seed;
+  uint32_t hazards;                        // 0: off, 1: on, 2: strict (advice becomes a fault)
+  uint32_t programmatic;                   // launched with programmatic stream serialization (PDL)
+  uint32_t approx_edge;                    // 1: approximate instructions sit at the edge of their documented error
+  void (*progress)(uint64_t ctas_done, uint64_t ctas);
+  const void *previous;                    // an opaque footprint of the launch before (for PDL checks), or NULL
+} LaunchDesc;
+
+typedef struct {
+  uint32_t fault, line, warp, cta[3];      // fault: 0 none, else FaultKind + 1
+  char message[4096];
+  uint64_t warp_instructions;
+  uint64_t *counts;                        // [warps per CTA][nops], allocated by the caller
+  uint64_t tma_load_bytes, tma_store_bytes, mma_flops, tmem_load_bytes, tmem_store_bytes, smem_wavefronts, smem_ideal_wavefronts;
+  uint64_t sectors_read, sectors_written;  // unique 32-byte sectors of global memory
+  void *footprint;                         // this launch's reads and writes, for the next launch's PDL check; emu_free_footprint
+} LaunchResult;
+int emu_run(const LaunchDesc *desc, LaunchResult *result);    // 0, or 1 when result->fault is set
+void emu_free_footprint(void *footprint);
+#endif
