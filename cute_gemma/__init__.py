@@ -1,0 +1,36 @@
+"""Gemma attention kernels for NVIDIA GPUs in CuTe DSL, with a CPU emulator that runs the compiled kernels.
+
+Importing this package loads neither torch nor cutlass; its public names load theirs on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import AttentionConfig, preset
+    from .functional import attention, attention_forward
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionConfig": "config",
+    "preset": "config",
+    "attention": "functional",
+    "attention_forward": "functional",
+}
+
+__all__ = ["AttentionConfig", "attention", "attention_forward", "preset"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
