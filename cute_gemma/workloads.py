@@ -160,9 +160,9 @@ def _with_outliers(rows: Tensor) -> Tensor:
     return rows
 
 
-def _correlated(rows: Tensor, draw: _Draw) -> Tensor:
-    """Rows that share one direction, with a quarter of their own."""
-    return (draw.wide(rows.shape[-1]) + 0.25 * rows.float()).bfloat16()
+def _correlated(rows: Tensor, draw: _Draw, own: float = 0.25) -> Tensor:
+    """Rows that share one direction, each with `own` of its own."""
+    return (draw.wide(rows.shape[-1]) + own * rows.float()).bfloat16()
 
 
 def _norm_weights(draw: _Draw, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -185,14 +185,14 @@ def _forward_correlated(config: AttentionConfig, batch: int, seq: int, seed: int
 
 
 def _forward_saturated(config: AttentionConfig, batch: int, seq: int, seed: int) -> ForwardInputs:
-    """q and k scaled by 8 each, so that logits before the cap have a deviation of about 64: most lie near +-50.
+    """q and k scaled by 8 each, so that logits before the cap have a deviation of about 64: near half exceed it.
 
-    Near the cap the eager model's logits keep a step of 0.25, which moves its weights by up to 13%. Hidden states with
-    a shared direction give the values a common part, so that its output still lies within the suite's tolerance.
+    There the eager model's logits keep a step of 0.25, which moves its weights by up to 13%. Hidden states with a shared
+    direction give the values a common part, so that its output still lies within the suite's tolerance of the exact one.
     """
     base, draw = _forward_suite(config, batch, seq, seed), _Draw(seed + 1)
     large = torch.full_like(base.q_norm_weight, 7.0)
-    hidden = (base.hidden_states.float() + 2 * draw.wide(config.hidden)).bfloat16()
+    hidden = _correlated(base.hidden_states, draw, own=0.4)
     return replace(base, hidden_states=hidden, q_norm_weight=large, k_norm_weight=large.clone())
 
 
