@@ -8,6 +8,10 @@ from functools import lru_cache
 
 Dim3 = tuple[int, int, int]
 
+# Bytes of shared memory a block may have, compute capability 9.0 and 10.x (CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability").
+MAX_SMEM = 227 * 1024
+
 # PTX ISA, "Kernel Function Parameter Attributes" and "Fundamental Types": bytes of a scalar .param.
 _TYPE_SIZE = {
     f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
@@ -17,7 +21,15 @@ _PARAM = re.compile(
     r"(?:\.ptr(?:\s*\.(?:const|global|local|shared))?\s*)?(?:\.align\s+(?P<ptralign>\d+)\s+)?"
     r"(?P<name>[\w$%]+)\s*(?:\[(?P<count>\d+)\])?\s*$"
 )
+_SHARED = re.compile(
+    r"(?<!extern )\.shared\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>[busf]\d+)\s+(?P<name>[\w$%]+)"
+    r"\s*(?:\[(?P<count>\d+)\])?\s*;"
+)
 _ENTRY = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.entry\s+([\w$%]+)", re.MULTILINE)
+
+
+class LaunchError(RuntimeError):
+    """A launch configuration that the CUDA runtime refuses."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +44,10 @@ class Param:
 
 @dataclass(frozen=True)
 class Entry:
-    """The header of a PTX .entry: parameters and performance directives (None where the PTX has none)."""
+    """The header of a PTX .entry: parameters and performance directives (None where the PTX has none).
+
+    static_smem: bytes of the .shared variables of fixed size that the kernel uses.
+    """
 
     name: str
     params: tuple[Param, ...]
@@ -41,6 +56,7 @@ class Entry:
     minnctapersm: int | None = None
     reqnctapercluster: Dim3 | None = None
     explicitcluster: bool = False
+    static_smem: int = 0
 
     @property
     def param_bytes(self) -> int:
@@ -72,6 +88,30 @@ class Launch:
         """The kernel's PTX header."""
         return parse_entry(self.ptx, self.kernel_name)
 
+    def check(self) -> None:
+        """Raises LaunchError for a configuration that the CUDA runtime refuses."""
+        entry, threads = self.entry, self.block[0] * self.block[1] * self.block[2]
+        reasons = []
+        if min(self.grid + self.block + self.cluster) < 1:
+            reasons.append("a dimension is zero")
+        if threads > 1024:
+            reasons.append(f"{threads} threads a block, at most 1024")
+        if entry.reqntid and self.block != entry.reqntid:
+            reasons.append(f"the kernel requires blocks of {entry.reqntid}")
+        if entry.maxntid and threads > entry.maxntid[0] * entry.maxntid[1] * entry.maxntid[2]:
+            reasons.append(f"the kernel allows at most {entry.maxntid} threads a block")
+        if any(g % c for g, c in zip(self.grid, self.cluster) if c):
+            reasons.append("the grid is no multiple of the cluster")
+        if entry.reqnctapercluster and self.cluster != entry.reqnctapercluster:
+            reasons.append(f"the kernel requires clusters of {entry.reqnctapercluster}")
+        if entry.static_smem + self.dynamic_smem > MAX_SMEM:
+            reasons.append(f"{entry.static_smem + self.dynamic_smem} bytes of shared memory, at most {MAX_SMEM}")
+        if reasons:
+            raise LaunchError(
+                f"launch of {self.kernel_name} refused, grid {self.grid} block {self.block} cluster {self.cluster}: "
+                + "; ".join(reasons)
+            )
+
     def param_block(self) -> bytes:
         """The parameters packed at the offsets at which ld.param finds them; padding is zero."""
         entry = self.entry
@@ -99,7 +139,9 @@ def parse_entry(ptx: str, name: str) -> Entry:
     declared, directives = "", header
     if header.lstrip().startswith("("):
         declared, _, directives = header.partition("(")[2].partition(")")
+    body = _body(ptx, ptx.index("{", found.end()))
     return Entry(
+        static_smem=_static_smem(ptx, body),
         name=name,
         params=_parse_params(name, declared),
         reqntid=_dim3(directives, "reqntid"),
@@ -108,6 +150,25 @@ def parse_entry(ptx: str, name: str) -> Entry:
         reqnctapercluster=_dim3(directives, "reqnctapercluster"),
         explicitcluster=".explicitcluster" in directives,
     )
+
+
+def _body(ptx: str, start: int) -> str:
+    """The text from the brace at `start` to the one that closes it."""
+    depth = 0
+    for brace in re.finditer(r"[{}]", ptx[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return ptx[start : start + brace.end()]
+    raise ValueError("the PTX ends inside a kernel")
+
+
+def _static_smem(ptx: str, body: str) -> int:
+    size = 0
+    for match in _SHARED.finditer(ptx):
+        if re.search(rf"(?<![\w$%]){re.escape(match['name'])}(?![\w$%])", body):
+            align = int(match["align"] or _TYPE_SIZE[match["type"]])
+            size = -(-size // align) * align + _TYPE_SIZE[match["type"]] * int(match["count"] or 1)
+    return size
 
 
 def _parse_params(kernel: str, text: str) -> tuple[Param, ...]:
