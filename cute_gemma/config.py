@@ -20,13 +20,13 @@ class AttentionConfig:
     """What stays the same for every batch and sequence length of one attention layer.
 
     hidden: width C of the hidden states, a multiple of 8.
-    heads, kv_heads: query heads H and key/value heads KV; KV divides H, and query head h reads kv head h // (H / KV).
+    heads, kv_heads: H query and KV key/value heads; KV divides H, query head h reads kv head h // (H / KV).
     head_dim: D, a multiple of 16 up to 256.
     softcap: logits become softcap * tanh(logits / softcap); None leaves them uncapped.
     eps: added to the mean square in RMSNorm.
     qk_norm: whether q and k pass through RMSNorm with weight (1 + w).
     scale: factor of q k^T; None means head_dim ** -0.5, and the attribute always holds the number.
-    window: with causal masking, a query attends to itself and the window - 1 keys before it; None: to all before it.
+    window: with causal masking, a query attends to itself and the window - 1 keys before it; None: to all.
 
     Raises TypeError or ValueError that names the field, what came and what is wanted.
     """
@@ -45,7 +45,9 @@ class AttentionConfig:
         for name in ("hidden", "heads", "kv_heads", "head_dim"):
             _require_positive_int(name, getattr(self, name))
         if self.hidden % ROW_MULTIPLE:
-            raise ValueError(f"hidden: got {self.hidden}, want a multiple of {ROW_MULTIPLE} (16-byte rows for TMA)")
+            raise ValueError(
+                f"hidden: got {self.hidden}, want a multiple of {ROW_MULTIPLE} (16-byte rows for TMA)"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of heads ({self.heads})")
         if self.head_dim % 16 or self.head_dim > MAX_HEAD_DIM:
@@ -79,7 +81,7 @@ class AttentionConfig:
 
 
 def require_positive(name: str, value: object) -> float:
-    """`value` as a float, if it is a real number, finite and above zero; else TypeError or ValueError naming it."""
+    """`value` as a float if it is a finite number above zero; else TypeError or ValueError naming `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {type(value).__name__} {value!r}, want a number")
     if not (math.isfinite(value) and value > 0):
@@ -96,7 +98,7 @@ def _require_positive_int(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class _Model:
-    """The attention facts of a released checkpoint's text model, in the terms of its Hugging Face config.json."""
+    """Attention facts of a released checkpoint's text model, in the terms of its Hugging Face config.json."""
 
     hidden: int
     heads: int
@@ -141,7 +143,7 @@ def _preset(model: _Model, window: int | None) -> AttentionConfig:
     )
 
 
-# The two suite workloads by number; every model's global layers by name, and its sliding-window layers by NAME-local.
+# The suite workloads by number; a model's global layers by name, its sliding-window layers as NAME-local.
 PRESETS = MappingProxyType(
     {
         "047": AttentionConfig(),

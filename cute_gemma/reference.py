@@ -1,9 +1,9 @@
 """The two workloads in eager PyTorch: what every kernel is compared with.
 
-Each function computes in the dtype of its tensors. With bfloat16 tensors it is the eager model, with that model's
-rounding points (norms and softmax in float32, every other result rounded to bfloat16); with float64 tensors it is
-the exact answer to within float64's own error. Shapes: B batch, S sequence, C hidden, H query heads, KV key/value
-heads, D head_dim, G = H / KV.
+Each function computes in the dtype of its tensors. With bfloat16 tensors it is the eager model, with that
+model's rounding points (norms and softmax in float32, every other result rounded to bfloat16); with float64
+tensors it is the exact answer to within float64's own error. Shapes: B batch, S sequence, C hidden, H query
+heads, KV key/value heads, D head_dim, G = H / KV.
 
 One deliberate deviation from the eager model: a query row whose mask entries are all at or below
 config.MASKED_AT_OR_BELOW is fully masked and yields zeros, where eager code would average every value.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .config import MASKED_AT_OR_BELOW, AttentionConfig
 
-# Logits held at once, in elements. Attention at S = 8192 then needs a few hundred MB where all of it is many GB.
+# Logits held at once: attention at S = 8192 then needs a few hundred MB, where all of it would be many GB.
 _CHUNK_LOGITS = 1 << 23
 
 
@@ -33,7 +33,7 @@ class ForwardStages(NamedTuple):
 
 
 class QKVGradients(NamedTuple):
-    """What the QKV backward returns, in the suite's order; the norm-weight gradients are float32 for bfloat16 inputs."""
+    """Gradients in the suite's order; those of the norm weights are float32 where the inputs are bfloat16."""
 
     hidden_states: Tensor  # [B, S, C]
     q_weight: Tensor  # [H*D, C]
@@ -44,7 +44,7 @@ class QKVGradients(NamedTuple):
 
 
 def _wide(t: Tensor) -> Tensor:
-    """`t` in the dtype that norms, softmax and their sums are computed in: float32, or float64 for float64."""
+    """`t` in the dtype that norms, softmax and sums are computed in: float64 stays, all else float32."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
@@ -78,7 +78,7 @@ def qkv_projection(
     k_norm_weight: Tensor | None,
     config: AttentionConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, S, H, D], k and v [B, S, KV, D]: projections, then for q and k RMSNorm (where config.qk_norm) and RoPE."""
+    """q [B, S, H, D], k and v [B, S, KV, D]: projections; q and k then RMSNorm (if config.qk_norm) and RoPE."""
     split = (config.head_dim,)
     q = (hidden_states @ q_proj_weight.T).unflatten(-1, (config.heads, *split))
     k = (hidden_states @ k_proj_weight.T).unflatten(-1, (config.kv_heads, *split))
@@ -116,8 +116,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, config
     """Softcapped grouped-query attention.
 
     q: [B, S, H, D]; k, v: [B, S, KV, D]. mask: an additive tensor [B or 1, 1, S, S], "causal", or None.
-    Returns [B, S, H, D]. config.window needs mask="causal". Works through one kv head and a block of query rows at a
-    time, so that memory stays small at any S.
+    Returns [B, S, H, D]. config.window needs mask="causal". Works through one kv head and a block of query
+    rows at a time, so that memory stays small at any S.
     """
     if isinstance(mask, str) and mask != "causal":
         raise ValueError(f"mask: got {mask!r}, want an additive tensor, 'causal' or None")
@@ -167,7 +167,15 @@ def forward_stages(
 ) -> ForwardStages:
     """Workload 047: hidden_states [B, S, C] to the attention output [B, S, C], with every stage between."""
     q, k, v = qkv_projection(
-        hidden_states, cos, sin, q_proj_weight, k_proj_weight, v_proj_weight, q_norm_weight, k_norm_weight, config
+        hidden_states,
+        cos,
+        sin,
+        q_proj_weight,
+        k_proj_weight,
+        v_proj_weight,
+        q_norm_weight,
+        k_norm_weight,
+        config,
     )
     attended = attention(q, k, v, attention_mask, config)
     return ForwardStages(q, k, v, attended, output_projection(attended, o_proj_weight))
@@ -200,8 +208,9 @@ def qkv_backward(
 ) -> QKVGradients:
     """Workload 051: gradients through the QK norms and the three projections.
 
-    grad_query, q_normed: [B, H, S, D]; grad_key, grad_value, k_normed: [B, KV, S, D]; q_rstd [B, H, S, 1] and k_rstd
-    [B, KV, S, 1] (float32, or float64 throughout); hidden_states [B, S, C]; weights as in the forward pass.
+    grad_query, q_normed: [B, H, S, D]; grad_key, grad_value, k_normed: [B, KV, S, D]; q_rstd [B, H, S, 1]
+    and k_rstd [B, KV, S, 1] (float32, or float64 throughout); hidden_states [B, S, C]; weights as in the
+    forward pass.
     """
     grad_q, grad_q_norm = _norm_backward(grad_query, q_norm_weight, q_rstd, q_normed)
     grad_k, grad_k_norm = _norm_backward(grad_key, k_norm_weight, k_rstd, k_normed)

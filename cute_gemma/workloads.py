@@ -2,8 +2,8 @@
 
 Input sets, each for any batch and sequence length:
   suite       what the public suite draws.
-  structured  outliers (a few channels and rows far above the rest), correlated (rows that nearly agree), saturated
-              (047: logits at the cap).
+  structured  outliers (a few channels and rows far above the rest), correlated (rows that nearly agree);
+              047: saturated (logits at the cap).
   noncausal   047: additive masks that are not causal.
 """
 
@@ -32,7 +32,7 @@ _LOWEST = torch.finfo(torch.bfloat16).min
 
 @dataclass(frozen=True)
 class Case:
-    """One suite case: its size, tolerances, and the suite's B200 estimates in microseconds (None off the suite)."""
+    """A case: size, tolerances, and the suite's B200 estimates in microseconds (None where it has none)."""
 
     batch_size: int
     seq_len: int
@@ -55,7 +55,7 @@ def suite_cases(workload: str) -> tuple[Case, ...]:
 
 
 def case_for(workload: str, batch: int, seq: int) -> Case:
-    """The suite's case of that size, or, where it has none, one with the tightest tolerances of all its cases."""
+    """The suite's case of that size, or, where it has none, one with the tightest of its tolerances."""
     cases = suite_cases(workload)
     for case in cases:
         if (case.batch_size, case.seq_len) == (batch, seq):
@@ -68,7 +68,9 @@ class _Tensors:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields that hold tensors, by name, in the suite's order."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
+        return {
+            f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
+        }
 
     def to(self, *args, **kwargs):
         """Every tensor through Tensor.to: `inputs.to(torch.float64)`, `inputs.to("cuda")`."""
@@ -93,7 +95,7 @@ class ForwardInputs(_Tensors):
 
 @dataclass(frozen=True)
 class BackwardInputs(_Tensors):
-    """051's inputs that its result depends on, in the suite's order (which also has *_transposed and an eps)."""
+    """051's inputs in the suite's order, less those that no output depends on (*_transposed and eps)."""
 
     grad_query: Tensor  # [B, H, S, D]
     grad_key: Tensor  # [B, KV, S, D]
@@ -185,10 +187,11 @@ def _forward_correlated(config: AttentionConfig, batch: int, seq: int, seed: int
 
 
 def _forward_saturated(config: AttentionConfig, batch: int, seq: int, seed: int) -> ForwardInputs:
-    """q and k scaled by 8 each, so that logits before the cap have a deviation of about 64: near half exceed it.
+    """q and k scaled by 8 each: logits before the cap have a deviation of about 64, and near half exceed it.
 
-    There the eager model's logits keep a step of 0.25, which moves its weights by up to 13%. Hidden states with a shared
-    direction give the values a common part, so that its output still lies within the suite's tolerance of the exact one.
+    There the eager model's logits keep a step of 0.25, which moves its weights by up to 13%. Hidden states
+    with a shared direction give the values a common part, so that its output still lies within the suite's
+    tolerance of the exact one.
     """
     base, draw = _forward_suite(config, batch, seq, seed), _Draw(seed + 1)
     large = torch.full_like(base.q_norm_weight, 7.0)
@@ -272,7 +275,9 @@ def _backward_correlated(config: AttentionConfig, batch: int, seq: int, seed: in
 
 
 def _forward_reference(inputs: ForwardInputs, config: AttentionConfig) -> reference.ForwardStages:
-    return reference.forward_stages(**{f.name: getattr(inputs, f.name) for f in fields(inputs)}, config=config)
+    return reference.forward_stages(
+        **{f.name: getattr(inputs, f.name) for f in fields(inputs)}, config=config
+    )
 
 
 def _backward_reference(inputs: BackwardInputs, config: AttentionConfig) -> reference.QKVGradients:
@@ -283,7 +288,7 @@ def _backward_reference(inputs: BackwardInputs, config: AttentionConfig) -> refe
 class Workload:
     """One problem: its configuration, input sets by kind and name, and reference.
 
-    reference(inputs, config) returns a named tuple of every stage, of which `outputs` names those that are judged.
+    reference(inputs, config) returns a named tuple of every stage; `outputs` names those that are judged.
     """
 
     number: str
@@ -303,16 +308,22 @@ class Workload:
         return suite_cases(self.number)
 
     def input_sets(self, kind: str) -> tuple[str, ...]:
-        """Names of the input sets of a kind ("suite", "structured", "noncausal"); ValueError where it has none."""
+        """Names of the input sets of a kind ("suite", "structured", "noncausal"); ValueError if it has none."""
         if kind not in self.kinds:
-            raise ValueError(f"inputs: got {kind!r}, want one of {', '.join(self.kinds)} for workload {self.number}")
+            raise ValueError(
+                f"inputs: got {kind!r}, want one of {', '.join(self.kinds)} for workload {self.number}"
+            )
         return tuple(self.kinds[kind])
 
-    def make_inputs(self, name: str, batch: int, seq: int, seed: int = 0, config: AttentionConfig | None = None):
+    def make_inputs(
+        self, name: str, batch: int, seq: int, seed: int = 0, config: AttentionConfig | None = None
+    ):
         """The input set `name` in the suite's dtypes; the same arguments give the same numbers."""
         sets = {known: make for kind in self.kinds.values() for known, make in kind.items()}
         if name not in sets:
-            raise ValueError(f"inputs: got {name!r}, want one of {', '.join(sets)} for workload {self.number}")
+            raise ValueError(
+                f"inputs: got {name!r}, want one of {', '.join(sets)} for workload {self.number}"
+            )
         if batch < 1 or seq < 1:
             raise ValueError(f"batch, seq: got {batch}, {seq}, want at least 1 each")
         return sets[name](config or self.config, batch, seq, seed)
@@ -389,7 +400,7 @@ class OutputCheck:
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
-    """||out - exact|| / ||exact|| (Frobenius, in float64); 0 for two zero tensors, inf for a nonzero against zero."""
+    """||out - exact|| / ||exact|| (Frobenius, in float64); 0 if both are zero, inf if only `exact` is."""
     exact = exact.double()
     difference, norm = (out.double() - exact).norm().item(), exact.norm().item()
     if norm == 0:
@@ -397,7 +408,9 @@ def relative_error(out: Tensor, exact: Tensor) -> float:
     return difference / norm
 
 
-def check_output(name: str, out: Tensor, eager: Tensor, exact: Tensor, atol: float, rtol: float) -> OutputCheck:
+def check_output(
+    name: str, out: Tensor, eager: Tensor, exact: Tensor, atol: float, rtol: float
+) -> OutputCheck:
     """Judge `out` against the eager bfloat16 model's result and the float64 one, all of one shape."""
     if not out.shape == eager.shape == exact.shape:
         raise ValueError(f"{name}: got shape {tuple(out.shape)}, want {tuple(eager.shape)}")
