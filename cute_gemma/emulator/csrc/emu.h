@@ -22,6 +22,8 @@ typedef enum {
 enum {                          // Op.flags
   OP_PRED_NEG = 1,              // run in the lanes where the guard predicate is false
   OP_PENDING = 2,               // touches a register that some path leaves in flight: ask engine_pending first
+  OP_ALIGNED = 4,               // .aligned: waits until all live lanes of the warp are here
+  OP_SYNC = 8,                  // .sync: args[0] is the member mask; waits until its live lanes are here
 };
 
 typedef struct {
@@ -44,10 +46,22 @@ typedef struct {
   uint32_t npreds;
   // where the launch puts a warp's own special values, as register references (-1: unused by this kernel)
   int32_t tid[3], ctaid[3], laneid, warpid, clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
+  int32_t smem_window;          // cluster_ctarank << SMEM_RANK_SHIFT: what shared-memory addresses of this CTA start from
 } Program;
 
+// ---------------------------------------------------------------- addresses
+// A shared address is (rank in cluster << 24) | offset, in shared::cta and shared::cluster alike. A generic address of
+// shared memory is SHARED_WINDOW | that. Global and parameter addresses are the process's own.
+#define SMEM_RANK_SHIFT 24
+#define SMEM_RESERVED 1024      // offset of the first byte a CTA may use: the system's part comes first, as on the card
+#define SHARED_WINDOW 0x7a00000000000000ull
+#define SHARED_WINDOW_MASK 0xffffffff00000000ull      // generic address & mask == SHARED_WINDOW: in shared memory
+
 // ---------------------------------------------------------------- a warp as the interpreter sees it
-typedef struct { uint32_t pc, mask, wait; } Split;      // lanes that share a pc; wait: the engine's, 0 = runnable
+// Lanes that share a pc. wait: the engine's reason, 0 = runnable; WAIT_CONVERGE is the interpreter's own (lanes wait for the
+// rest of the warp). An entry keeps its index while it lives; mask 0 marks a free entry, and nsplit bounds those in use.
+#define WAIT_CONVERGE 0xffffffffu
+typedef struct { uint32_t pc, mask, wait; } Split;
 
 typedef struct Cta Cta;
 typedef struct Launch Launch;
@@ -55,6 +69,8 @@ typedef struct Warp {
   uint8_t *bank[2];             // [0] register file, [1] constants
   uint32_t *pred;               // predicate registers as 32-lane masks
   Split split[LANES]; int nsplit;   // live lanes; empty when the warp has exited
+  int current;                  // index of the split that runs: what an operation that blocks marks
+  uint32_t rotate;              // the interpreter's: splits take turns when one uses up its budget
   uint32_t live;                // lanes that have not exited
   uint32_t id;                  // index in the CTA
   Cta *cta; Launch *launch;
@@ -79,6 +95,7 @@ typedef enum {
 } Status;
 Status engine_exec(Warp *w, const Op *op, uint32_t mask);     // an operation above OP_ENGINE_FIRST, for the lanes in mask
 Status engine_pending(Warp *w, const Op *op, uint32_t mask);  // ST_FAULT if a register of op is still in flight
+uint64_t engine_time(Warp *w);                                // nanoseconds, for %clock, %clock64 and %globaltimer
 void engine_exit(Warp *w, uint32_t mask);                     // lanes in mask leave the kernel
 
 // ---------------------------------------------------------------- engine -> interpreter
@@ -87,6 +104,11 @@ typedef enum { RUN_BUDGET, RUN_BLOCKED, RUN_YIELD, RUN_DONE, RUN_FAULT } RunResu
 // Splits run lowest pc first and merge when their pcs meet; a waiting split lets the others go on.
 RunResult interp_run(Warp *w, uint32_t budget);
 void interp_wake(Warp *w, int split);                         // clears split[].wait
+// Starts a warp: bank, pred (npreds words), id, cta, launch and counts are set; fills pc, lanes and special registers.
+typedef struct {
+  uint32_t block[3], ctaid[3], clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
+} WarpStart;
+void interp_start(Warp *w, const Program *p, const WarpStart *s);
 
 // ---------------------------------------------------------------- faults: the first one is kept, with where it happened
 typedef enum {
@@ -100,7 +122,8 @@ typedef struct { uint64_t base, size; uint32_t writable, index; } Region;    // 
 typedef struct {
   const Program *program;
   uint32_t grid[3], block[3], cluster[3];
-  uint32_t static_smem, dynamic_smem;      // bytes; dynamic shared memory starts at smem_base(static) as on the target
+  uint32_t static_smem, dynamic_smem;      // bytes
+  uint32_t dynamic_base;                   // offset at which dynamic shared memory starts; memory ends dynamic_smem later
   const uint8_t *params; uint32_t param_bytes;
   const Region *regions; uint32_t nregions;
   uint32_t arch;                           // 100 or 90
