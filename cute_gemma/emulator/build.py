@@ -93,6 +93,18 @@ def _compiler_identity(compiler: str) -> str:
     return f"{version.splitlines()[0]}\n{platform.machine()}"
 
 
+@functools.lru_cache(maxsize=1)
+def cpu_identity() -> str:
+    """What code made for this very CPU depends on: its architecture and features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+        model = next((line for line in lines if line.startswith(("model name", "CPU part"))), "")
+    except (OSError, StopIteration):
+        features, model = platform.processor(), ""
+    return f"{platform.machine()} {hashlib.sha256((model + features).encode()).hexdigest()[:16]}"
+
+
 def build_library(
     sources: Sequence[Path], flags: Sequence[str] = ("-O2",), *, headers: Sequence[Path] = (), libs: Sequence[str] = ()
 ) -> Path:
@@ -106,7 +118,8 @@ def build_library(
     """
     compiler = find_compiler()
     digest = hashlib.sha256(_compiler_identity(compiler).encode())
-    for part in (*flags, "\0libs", *libs):
+    native = (cpu_identity(),) if any("=native" in flag for flag in flags) else ()
+    for part in (*flags, "\0libs", *libs, *native):
         digest.update(part.encode() + b"\0")
     for path in (*sources, *headers):
         content = Path(path).read_bytes()

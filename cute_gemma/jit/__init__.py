@@ -1,0 +1,19 @@
+"""Compiles kernels, keeps them, and launches them on torch tensors."""
+
+from cute_gemma.jit.compiler import Compiled, ToolchainWarning, compile
+from cute_gemma.jit.launcher import launch
+from cute_gemma.jit.signature import ScalarArg, TensorArg
+from cute_gemma.jit.target import TARGETS, Target, UnsupportedTargetError, resolve_target
+
+__all__ = [
+    "TARGETS",
+    "Compiled",
+    "ScalarArg",
+    "Target",
+    "TensorArg",
+    "ToolchainWarning",
+    "UnsupportedTargetError",
+    "compile",
+    "launch",
+    "resolve_target",
+]
