@@ -78,7 +78,7 @@ def qkv_projection(
     k_norm_weight: Tensor | None,
     config: AttentionConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, S, H, D], k and v [B, S, KV, D]: projections; q and k then RMSNorm (if config.qk_norm) and RoPE."""
+    """q [B, S, H, D]; k, v [B, S, KV, D]. q and k pass through RMSNorm, if config.qk_norm, then RoPE."""
     split = (config.head_dim,)
     q = (hidden_states @ q_proj_weight.T).unflatten(-1, (config.heads, *split))
     k = (hidden_states @ k_proj_weight.T).unflatten(-1, (config.kv_heads, *split))

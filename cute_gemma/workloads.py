@@ -308,7 +308,7 @@ class Workload:
         return suite_cases(self.number)
 
     def input_sets(self, kind: str) -> tuple[str, ...]:
-        """Names of the input sets of a kind ("suite", "structured", "noncausal"); ValueError if it has none."""
+        """Names of the input sets of a kind, such as "suite"; ValueError if this workload has none of it."""
         if kind not in self.kinds:
             raise ValueError(
                 f"inputs: got {kind!r}, want one of {', '.join(self.kinds)} for workload {self.number}"
