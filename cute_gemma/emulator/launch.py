@@ -132,16 +132,13 @@ def parse_entry(ptx: str, name: str) -> Entry:
 
     Raises KeyError when the module has no such entry, ValueError for a declaration it does not understand.
     """
-    found = re.search(rf"\.entry\s+{re.escape(name)}(?![\w$%])", ptx)
-    if found is None:
-        raise KeyError(f"the PTX has no .entry {name}; it has {', '.join(entry_names(ptx)) or 'none'}")
-    header = re.sub(r"//[^\n]*", "", ptx[found.end() : ptx.index("{", found.end())])
+    start = _find_entry(ptx, name)
+    header = re.sub(r"//[^\n]*", "", ptx[start : ptx.index("{", start)])
     declared, directives = "", header
     if header.lstrip().startswith("("):
         declared, _, directives = header.partition("(")[2].partition(")")
-    body = _body(ptx, ptx.index("{", found.end()))
     return Entry(
-        static_smem=_static_smem(ptx, body),
+        static_smem=_static_smem(ptx, kernel_body(ptx, name)),
         name=name,
         params=_parse_params(name, declared),
         reqntid=_dim3(directives, "reqntid"),
@@ -152,14 +149,25 @@ def parse_entry(ptx: str, name: str) -> Entry:
     )
 
 
-def _body(ptx: str, start: int) -> str:
-    """The text from the brace at `start` to the one that closes it."""
+def kernel_body(ptx: str, name: str) -> str:
+    """The text of kernel `name` between its braces, these included.
+
+    Raises KeyError when the module has no such entry.
+    """
+    start = ptx.index("{", _find_entry(ptx, name))
     depth = 0
     for brace in re.finditer(r"[{}]", ptx[start:]):
         depth += 1 if brace[0] == "{" else -1
         if not depth:
             return ptx[start : start + brace.end()]
-    raise ValueError("the PTX ends inside a kernel")
+    raise ValueError(f"the PTX ends inside kernel {name}")
+
+
+def _find_entry(ptx: str, name: str) -> int:
+    found = re.search(rf"\.entry\s+{re.escape(name)}(?![\w$%])", ptx)
+    if found is None:
+        raise KeyError(f"the PTX has no .entry {name}; it has {', '.join(entry_names(ptx)) or 'none'}")
+    return found.end()
 
 
 def _static_smem(ptx: str, body: str) -> int:

@@ -1,6 +1,7 @@
 """Compiles kernels, keeps them, and launches them on torch tensors."""
 
 from cute_gemma.jit.compiler import Compiled, ToolchainWarning, compile
+from cute_gemma.jit.inspection import DisassemblerNotFoundError, KernelReport, inspect
 from cute_gemma.jit.launcher import launch
 from cute_gemma.jit.signature import ScalarArg, TensorArg
 from cute_gemma.jit.target import TARGETS, Target, UnsupportedTargetError, resolve_target
@@ -8,12 +9,15 @@ from cute_gemma.jit.target import TARGETS, Target, UnsupportedTargetError, resol
 __all__ = [
     "TARGETS",
     "Compiled",
+    "DisassemblerNotFoundError",
+    "KernelReport",
     "ScalarArg",
     "Target",
     "TensorArg",
     "ToolchainWarning",
     "UnsupportedTargetError",
     "compile",
+    "inspect",
     "launch",
     "resolve_target",
 ]

@@ -58,6 +58,11 @@ def describe(value: Any) -> str:
     raise TypeError(f"a kernel's field holds {type(value).__name__} {value!r}, which has no stable description")
 
 
+def content_name(content: bytes) -> str:
+    """A file name for this content."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
 def _qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
