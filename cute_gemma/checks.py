@@ -54,8 +54,8 @@ def check_tensor(
         raise ValueError(f"{name}: got a tensor on {value.device}, want {device}, where the first input lies")
     if not value.is_contiguous():
         raise ValueError(
-            f"{name}: got strides {tuple(value.stride())} for shape {_format(tuple(value.shape))}, want a
-            contiguous " "tensor; call .contiguous()"
+            f"{name}: got strides {tuple(value.stride())} for shape {_format(tuple(value.shape))}, "
+            "want a contiguous tensor; call .contiguous()"
         )
     if value.data_ptr() % align:
         raise ValueError(
