@@ -1,0 +1,201 @@
+"""Persistent tile schedule with an optional stream-K part, shared by every GEMM of the package.
+
+A GEMM is a list of *sections*, each a grid of output tiles (m_tiles, n_tiles) whose accumulation takes `k_blocks`
+blocks. Tiles are numbered section after section. A *worker* is what owns one accumulator: a CTA, or a CTA pair.
+
+* Whole tiles: worker w takes tiles split_tiles + w, + workers, ...
+* Split tiles: tiles [0, split_tiles) are laid out as one line of k blocks, which the workers cut into equal shares.
+  A share is a run of *units*, each a piece of one tile. The pieces of a tile are added in the order of the workers,
+  whoever finishes last, so that results do not depend on timing. Every worker does its share before its whole tiles.
+
+Unit i of worker w is a closed formula of (i, w): the warp roles of a CTA walk the same list without talking.
+Stream-K: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on
+the GPU", PPoPP 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32
+
+# A share shorter than this costs more in adding up partial tiles than it saves.
+MIN_SHARE_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Section:
+    """One grid of output tiles; all three values are dynamic."""
+
+    m_tiles: Any
+    n_tiles: Any
+    k_blocks: Any
+
+    @property
+    def tiles(self):
+        return self.m_tiles * self.n_tiles
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A tile, or a piece of one, as one worker computes it. All values are dynamic.
+
+    tile: number of the tile; section: number of its section; m, n: its place in that section's grid.
+    k_begin, k_end: the k blocks [k_begin, k_end) of this piece.
+    first_worker: who computes k block 0; pieces: how many workers share the tile (1: the whole tile is here).
+    """
+
+    tile: Any
+    section: Any
+    m: Any
+    n: Any
+    k_begin: Any
+    k_end: Any
+    first_worker: Any
+    pieces: Any
+
+
+@dataclass(frozen=True)
+class TileSchedule:
+    """The device's view; built by `plan`.
+
+    Static: group_m, how many tile rows are walked together; splits, whether any tile may be split.
+    """
+
+    sections: tuple
+    workers: Any
+    tiles: Any
+    split_tiles: Any
+    split_blocks: Any
+    group_m: cutlass.Constexpr[int]
+    splits: cutlass.Constexpr[bool]
+
+    def share_begin(self, worker):
+        """First split k block of a worker; share_begin(workers) is the end of the last share."""
+        quotient, rest = self.split_blocks // self.workers, self.split_blocks % self.workers
+        return worker * quotient + cutlass.min(worker, rest)
+
+    def share_owner(self, block):
+        """The worker whose share holds a split k block."""
+        quotient, rest = self.split_blocks // self.workers, self.split_blocks % self.workers
+        long_blocks = rest * (quotient + 1)
+        in_short = rest + (block - long_blocks) // cutlass.max(quotient, 1)
+        return select(block < long_blocks, block // (quotient + 1), in_short)
+
+    def tile_of_block(self, block):
+        """The split tile that holds a split k block."""
+        tile, begin = Int32(0), Int32(0)
+        for section in self.sections:
+            blocks = section.tiles * section.k_blocks
+            tile += clamp(block - begin, blocks) // section.k_blocks
+            begin += blocks
+        return tile
+
+    def begin_of_tile(self, tile):
+        """First split k block of a split tile."""
+        begin, first = Int32(0), Int32(0)
+        for section in self.sections:
+            begin += clamp(tile - first, section.tiles) * section.k_blocks
+            first += section.tiles
+        return begin
+
+    def unit_count(self, worker):
+        """How many units a worker computes."""
+        whole = cutlass.max((self.tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
+        return self._split_units(worker) + whole if self.splits else whole
+
+    def unit(self, worker, index):
+        """Unit number `index` of a worker."""
+        if not self.splits:
+            tile = worker + index * self.workers
+            section, in_section, k_blocks = self._locate(tile)
+            m, n = self._place(section, in_section)
+            return Unit(tile, section, m, n, Int32(0), k_blocks, worker, Int32(1))
+
+        split_units = self._split_units(worker)
+        begin, end = self.share_begin(worker), self.share_begin(worker + 1)
+        split_tile = self.tile_of_block(begin) + index
+        whole_tile = self.split_tiles + worker + (index - split_units) * self.workers
+        is_split = index < split_units
+        tile = select(is_split, split_tile, whole_tile)
+
+        section, in_section, k_blocks = self._locate(tile)
+        tile_begin = self.begin_of_tile(tile)
+        tile_end = tile_begin + k_blocks
+        k_begin = select(is_split, cutlass.max(begin - tile_begin, 0), 0)
+        k_end = select(is_split, cutlass.min(end - tile_begin, k_blocks), k_blocks)
+        first_worker = select(is_split, self.share_owner(tile_begin), worker)
+        pieces = select(is_split, self.share_owner(tile_end - 1) - first_worker + 1, 1)
+        m, n = self._place(section, in_section)
+        return Unit(tile, section, m, n, k_begin, k_end, first_worker, pieces)
+
+    def partial_slot(self, worker, tile):
+        """Where a worker keeps its piece of a split tile: its first piece in slot 2w, its last in slot 2w + 1."""
+        return 2 * worker + select(self.share_begin(worker) >= self.begin_of_tile(tile), 0, 1)
+
+    def _split_units(self, worker):
+        begin, end = self.share_begin(worker), self.share_begin(worker + 1)
+        return select(end > begin, self.tile_of_block(end - 1) - self.tile_of_block(begin) + 1, 0)
+
+    def _locate(self, tile):
+        """(section, tile within it, its k blocks)."""
+        section, first, k_blocks = Int32(0), Int32(0), self.sections[0].k_blocks
+        begin = Int32(0)
+        for number, candidate in enumerate(self.sections[:-1], start=1):
+            begin += candidate.tiles
+            beyond = tile >= begin
+            section = select(beyond, number, section)
+            first = select(beyond, begin, first)
+            k_blocks = select(beyond, self.sections[number].k_blocks, k_blocks)
+        return section, tile - first, k_blocks
+
+    def _place(self, section, tile):
+        """Walk group_m tile rows together, row fastest, so that a wave of tiles shares both operands in L2."""
+        m_tiles, n_tiles = self.sections[0].m_tiles, self.sections[0].n_tiles
+        for number, candidate in enumerate(self.sections[1:], start=1):
+            m_tiles = select(section == number, candidate.m_tiles, m_tiles)
+            n_tiles = select(section == number, candidate.n_tiles, n_tiles)
+        group_tiles = self.group_m * n_tiles
+        first_m = (tile // group_tiles) * self.group_m
+        rows = cutlass.min(m_tiles - first_m, self.group_m)
+        in_group = tile % group_tiles
+        return first_m + in_group % rows, in_group // rows
+
+
+def plan(sections: tuple, max_workers: int, group_m: int, stream_k: bool) -> TileSchedule:
+    """Choose workers and the split part on the host, from dynamic section sizes.
+
+    Without stream_k every tile is whole. With it the tiles that do not fill a round of workers are split, together
+    with one full round, so that shares are long; fewer than two rounds are split altogether, and when one round is
+    not half full each tile is cut into equal pieces if that occupies three quarters of the workers.
+    """
+    tiles = Int32(0)
+    for section in sections:
+        tiles += section.tiles
+    if not stream_k:
+        workers = cutlass.min(tiles, max_workers)
+        return TileSchedule(sections, workers, tiles, Int32(0), Int32(0), group_m, False)
+
+    rest = tiles % max_workers
+    split_tiles = select(tiles < 2 * max_workers, tiles, max_workers + rest)
+    split_tiles = select(rest == 0, 0, split_tiles)
+    draft = TileSchedule(sections, Int32(max_workers), tiles, split_tiles, Int32(0), group_m, True)
+    split_blocks = draft.begin_of_tile(split_tiles)
+    even = max_workers // cutlass.min(tiles, max_workers) * tiles
+    workers = select(even * 4 >= 3 * max_workers, cutlass.min(even, max_workers), max_workers)
+    few_blocks = cutlass.max(split_blocks // MIN_SHARE_BLOCKS, 1)
+    workers = select(split_tiles == tiles, cutlass.min(workers, few_blocks), workers)
+    workers = select(split_tiles == 0, cutlass.min(tiles, max_workers), workers)
+    return TileSchedule(sections, workers, tiles, split_tiles, split_blocks, group_m, True)
+
+
+def select(condition, if_true, if_false):
+    """Dynamic integer choice without a branch."""
+    return Int32(cutlass.select_(condition, Int32(if_true), Int32(if_false)))
+
+
+def clamp(value, upper):
+    """Keep a dynamic integer within [0, upper]."""
+    return cutlass.min(cutlass.max(value, 0), upper)

@@ -1,0 +1,533 @@
+"""The GEMM main loop for sm_100a that the projections share: persistent, warp-specialised, tcgen05 with TMEM.
+
+What it computes: for every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16 operands, handed
+row by row to an epilogue. What A, B and the epilogue are is the business of a subclass; this file moves the data.
+
+    global A, B --TMA--> shared stages --tcgen05.mma--> TMEM accumulators (2) --tcgen05.ld--> epilogue
+
+Six warps a CTA, each a method below, in the order data meets them:
+    warp 5     `produce`   one k block (64 elements of K) of A and B a stage, through TMA
+    warp 4     `multiply`  four K=16 MMAs a stage; with cta_group 2 only in the leading CTA of the pair
+    warps 0-3  `consume`   one warp per TMEM lane quarter, so that thread t owns accumulator row t of its CTA;
+                           two accumulators let it work on one tile while the next is being multiplied
+
+Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
+a workspace: every epilogue warp writes its 32 rows of the piece, then counts itself in; the one that completes the
+count adds all pieces in K order, puts the sum back in TMEM and goes on as if the tile had been whole. Nobody waits.
+The count is left at zero, so the workspace needs zeroing once, when it is allocated.
+
+To make a GEMM, subclass `PersistentGemm` and give it
+    `operand_majors`            which mode of A and B is contiguous, for each kind of tile (one kind or several)
+    `loads(tma, mmas, ...)`     a `Loads` object: how to fetch k block k of a tile; early and late parts (see PDL)
+    `epilogue(...)`             what becomes of a finished accumulator
+and call `launch` from its host entry.
+
+PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages before
+griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
+
+Budgets (PTX ISA, "Tensor Memory"; CUDA programming guide, "Compute capabilities" for 10.0): 227 KB of shared memory
+a CTA; 128 lanes x 512 columns of TMEM, so two fp32 accumulators may have up to 256 columns each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.memory import SmemAllocator, TmemAllocator
+from cutlass.utils import LayoutEnum
+
+from cute_gemma.jit.signature import TensorArg
+from cute_gemma.kernels.common.schedule import TileSchedule, Unit
+from cute_gemma.kernels.sm100.store import BOX_COLUMNS, BOX_ROWS, RowStore
+from cute_gemma.kernels.sm100.tmem import CHUNK, AccumulatorRows, fence_after_sync, fence_before_sync
+
+EPILOGUE_WARPS = 4
+MMA_WARP = 4
+TMA_WARP = 5
+THREADS = 192
+WARP = 32
+
+BLOCK_K = 64  # one 128-byte swizzle row of bf16
+ACC_STAGES = 2
+SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, compute capability 10.0
+BARRIER_BYTES = 1024  # barriers and the TMEM address, rounded up to the alignment of the stages
+TMEM_COLUMNS = 512
+STORE_BOXES = 2  # output boxes a warp has in flight
+
+
+@dataclass(frozen=True)
+class GemmTuning:
+    """Tile shape and schedule of a GEMM.
+
+    tile_m: rows of an accumulator over its CTAs, 128 (one CTA) or 256 (a CTA pair, cta_group::2).
+    tile_n: columns of an accumulator, a multiple of 64 up to 256. stages: shared-memory stages (None: as many as fit).
+    stream_k: split tiles over K where whole tiles would leave workers idle. group_m: tile rows walked together.
+    sm_count: CTAs resident at once; B200 has 148 SMs.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    stages: int | None = None
+    stream_k: bool = False
+    group_m: int = 8
+    sm_count: int = 148
+
+    def __post_init__(self) -> None:
+        if self.tile_m not in (128, 256):
+            raise ValueError(f"tile_m: {self.tile_m}, expected 128 or 256")
+        if self.tile_n % 64 or not 64 <= self.tile_n <= TMEM_COLUMNS // ACC_STAGES:
+            raise ValueError(f"tile_n: {self.tile_n}, expected a multiple of 64 from 64 to 256")
+        if self.sm_count < self.ctas:
+            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.ctas} CTAs of one tile")
+        if self.group_m < 1:
+            raise ValueError(f"group_m: {self.group_m}, expected at least 1")
+        if self.stages is not None and self.stages < 2:
+            raise ValueError(f"stages: {self.stages}, expected at least 2")
+
+    @property
+    def ctas(self) -> int:
+        """CTAs that share one accumulator tile."""
+        return self.tile_m // 128
+
+    @property
+    def workers(self) -> int:
+        """Most tiles in work at once."""
+        return self.sm_count // self.ctas
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage in one CTA: 128 rows of A and this CTA's part of B."""
+        return (128 + self.tile_n // self.ctas) * BLOCK_K * 2
+
+    @property
+    def partial_floats(self) -> int:
+        """fp32 elements of the workspace for pieces of split tiles: two slots a worker."""
+        return 2 * self.workers * self.tile_m * self.tile_n
+
+    @property
+    def counters(self) -> int:
+        """int32 counters of the workspace, one for each 32 rows of a split tile; zero between launches."""
+        return 2 * self.workers * self.tile_m // WARP
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory for split tiles: partials f32 [tuning.partial_floats], counters i32 [tuning.counters]."""
+
+    partials: Any
+    counters: Any
+
+
+@dataclass(frozen=True)
+class TmaTensor:
+    """A TMA copy atom and the coordinate tensor that goes with it."""
+
+    atom: Any
+    tensor: Any
+
+
+@dataclass(frozen=True)
+class TmaPartition:
+    """One operand seen by one CTA: shared memory by stage, global memory by tile and k block."""
+
+    atom: Any
+    shared: Any
+    tiles: Any
+
+    def load(self, stage, barrier, *coordinates):
+        """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
+        cute.copy(
+            self.atom, self.tiles[(None, *coordinates)], self.shared[(None, stage)], tma_bar_ptr=barrier
+        )
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The two queues of a CTA: shared stages (TMA to MMA) and accumulators (MMA to epilogue)."""
+
+    stages: Any
+    accumulators: Any
+
+
+class PersistentGemm:
+    """Base of the GEMM kernels; see the module's text for what a subclass provides.
+
+    A subclass is a frozen dataclass with a field `tuning: GemmTuning`.
+    """
+
+    tuning: GemmTuning
+    operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
+    scratch_bytes: int = 0  # shared memory the epilogue needs besides its output boxes
+
+    # ---- shapes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stage_count(self) -> int:
+        """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else ValueError."""
+        boxes = EPILOGUE_WARPS * STORE_BOXES * BOX_ROWS * BOX_COLUMNS * 2
+        free = SMEM_BYTES - 2 * BARRIER_BYTES - boxes - self.scratch_bytes
+        fitting = free // self.tuning.stage_bytes
+        wanted = self.tuning.stages or fitting
+        if wanted > fitting:
+            raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
+        return wanted
+
+    @property
+    def mma_tiler(self) -> tuple[int, int, int]:
+        return (self.tuning.tile_m, self.tuning.tile_n, BLOCK_K)
+
+    def tiled_mmas(self) -> tuple:
+        """One tiled MMA per kind of tile; they differ in the major mode of their operands alone."""
+        majors = {"k": OperandMajorMode.K, "mn": OperandMajorMode.MN}
+        group = tcgen05.CtaGroup.TWO if self.tuning.ctas == 2 else tcgen05.CtaGroup.ONE
+        return tuple(
+            sm100.make_trivial_tiled_mma(
+                BFloat16, BFloat16, majors[a], majors[b], Float32, group, self.mma_tiler[:2]
+            )
+            for a, b in self.operand_majors
+        )
+
+    def stage_layouts(self, tiled_mma):
+        """Shared layouts of A and B, (MMA, MMA_M or MMA_N, MMA_K, STAGE)."""
+        return (
+            sm100.make_smem_layout_a(tiled_mma, self.mma_tiler, BFloat16, self.stage_count),
+            sm100.make_smem_layout_b(tiled_mma, self.mma_tiler, BFloat16, self.stage_count),
+        )
+
+    # ---- host -----------------------------------------------------------------------------------------------------
+
+    def tma_a(self, tensor, kind: int = 0) -> TmaTensor:
+        """Load descriptor for an A operand, (M, K) or (M, K, L)."""
+        mma = self.tiled_mmas()[kind]
+        layout = cute.slice_(self.stage_layouts(mma)[0], (None, None, None, 0))
+        op = sm100.cluster_shape_to_tma_atom_A((self.tuning.ctas, 1), mma.thr_id)
+        return TmaTensor(*cute.nvgpu.make_tiled_tma_atom_A(
+            op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape))
+
+    def tma_b(self, tensor, kind: int = 0) -> TmaTensor:
+        """Load descriptor for a B operand, (N, K) or (N, K, L)."""
+        mma = self.tiled_mmas()[kind]
+        layout = cute.slice_(self.stage_layouts(mma)[1], (None, None, None, 0))
+        op = sm100.cluster_shape_to_tma_atom_B((self.tuning.ctas, 1), mma.thr_id)
+        return TmaTensor(*cute.nvgpu.make_tiled_tma_atom_B(
+            op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape))
+
+    def tma_store(self, tensor) -> TmaTensor:
+        """Store descriptor for a row-major (M, N) output, one box of 32 rows x 64 columns at a time."""
+        layout = cute.select(self.box_layout(), mode=[0, 1])
+        return TmaTensor(*cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (BOX_ROWS, BOX_COLUMNS)))
+
+    def box_layout(self):
+        """Output boxes of all epilogue warps, (BOX_ROWS, BOX_COLUMNS, warp * box), 128-byte swizzled."""
+        return sm100.make_smem_layout_epi(
+            BFloat16, LayoutEnum.ROW_MAJOR, (BOX_ROWS, BOX_COLUMNS), EPILOGUE_WARPS * STORE_BOXES)
+
+    def cluster_layout(self, tiled_mma):
+        """(V, M, N, K) layout of the CTAs of a cluster: a pair is one MMA tile wide."""
+        return cute.tiled_divide(cute.make_layout((self.tuning.ctas, 1, 1)), (tiled_mma.thr_id.shape,))
+
+    def workspace_signature(self) -> tuple:
+        """The arguments that come last in a stream-K kernel's signature."""
+        if not self.tuning.stream_k:
+            return ()
+        return (
+            TensorArg("partials", "f32", (self.tuning.partial_floats,)),
+            TensorArg("counters", "i32", (self.tuning.counters,)),
+        )
+
+    def launch(self, tma: Any, schedule: TileSchedule, workspace: Workspace | None, stream) -> None:
+        """Launch on `stream`; `tma` is whatever `loads` and `epilogue` of the subclass read on the device."""
+        ctas = self.tuning.ctas
+        self.kernel(self.tiled_mmas(), tma, schedule, workspace).launch(
+            grid=(schedule.workers * ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(ctas, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    # ---- device entry ---------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, mmas: tuple, tma: Any, schedule: TileSchedule, workspace: Any):
+        """Set up barriers, TMEM and shared memory, then send every warp to its role."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        worker = cute.arch.block_idx()[0] // self.tuning.ctas
+        cluster = self.cluster_layout(mmas[0])
+        stages = self.stage_count
+
+        @cute.struct
+        class Storage:
+            stage_barriers: cute.struct.MemRange[Int64, stages * 2]
+            accumulator_barriers: cute.struct.MemRange[Int64, ACC_STAGES * 2]
+            dealloc_barrier: Int64
+            tmem_address: Int32
+
+        smem = SmemAllocator()
+        storage = smem.allocate(Storage)
+        pipelines = self.make_pipelines(storage, cluster)
+        tmem = TmemAllocator(
+            storage.tmem_address.ptr,
+            barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=1, num_threads=(EPILOGUE_WARPS + 1) * WARP),
+            allocator_warp_id=0,
+            is_two_cta=self.tuning.ctas == 2,
+            two_cta_tmem_dealloc_mbar_ptr=storage.dealloc_barrier.ptr,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
+
+        a_layout, b_layout = self.stage_layouts(mmas[0])
+        a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, 1024, swizzle=a_layout.inner)
+        b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, 1024, swizzle=b_layout.inner)
+        box_layout = self.box_layout()
+        boxes = smem.allocate_tensor(BFloat16, box_layout.outer, 1024, swizzle=box_layout.inner)
+        scratch = self.make_scratch(smem)
+        operands = self.stage_views(mmas, a_shared, b_shared)
+
+        pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
+
+        if warp == TMA_WARP:
+            self.produce(pipelines.stages, self.loads(tma, mmas, operands, rank), schedule, worker)
+        if warp == MMA_WARP:
+            tmem.wait_for_alloc()
+            accumulators = self.accumulators(mmas[0], tmem.retrieve_ptr(Float32))
+            self.multiply(mmas, operands, accumulators, pipelines, (schedule, worker, rank))
+        if warp < EPILOGUE_WARPS:
+            tmem.allocate(TMEM_COLUMNS)
+            self.prepare_epilogue(tma, scratch)
+            tmem.wait_for_alloc()
+            tmem.relinquish_alloc_permit()
+            address = tmem.retrieve_ptr(Float32)
+            store = RowStore(boxes, warp * STORE_BOXES, STORE_BOXES)
+            self.consume(pipelines.accumulators, address, (tma, scratch, store), workspace,
+                         (schedule, worker, rank))
+            store.finish()
+            pipeline.NamedBarrier(barrier_id=2, num_threads=EPILOGUE_WARPS * WARP).arrive_and_wait()
+            tmem.free(address)
+
+    def make_pipelines(self, storage, cluster) -> Pipelines:
+        """Barriers: a stage is full when its bytes have landed and empty when its MMAs are done; likewise TMEM."""
+        one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * self.tuning.ctas)
+        return Pipelines(
+            pipeline.PipelineTmaUmma.create(
+                barrier_storage=storage.stage_barriers.data_ptr(),
+                num_stages=self.stage_count,
+                producer_group=one,
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                tx_count=self.tuning.stage_bytes * self.tuning.ctas,
+                cta_layout_vmnk=cluster,
+                defer_sync=True,
+            ),
+            pipeline.PipelineUmmaAsync.create(
+                barrier_storage=storage.accumulator_barriers.data_ptr(),
+                num_stages=ACC_STAGES,
+                producer_group=one,
+                consumer_group=warps,
+                cta_layout_vmnk=cluster,
+                defer_sync=True,
+            ),
+        )
+
+    def stage_views(self, mmas, a_shared, b_shared) -> tuple:
+        """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major modes."""
+        views = []
+        for mma in mmas:
+            a_layout, b_layout = self.stage_layouts(mma)
+            views.append((
+                cute.make_tensor(cute.recast_ptr(a_shared.iterator, a_layout.inner, BFloat16), a_layout.outer),
+                cute.make_tensor(cute.recast_ptr(b_shared.iterator, b_layout.inner, BFloat16), b_layout.outer),
+            ))
+        return tuple(views)
+
+    def accumulators(self, mma, address):
+        """TMEM accumulators as the MMA writes them, (MMA, MMA_M, MMA_N, STAGE)."""
+        shape = mma.partition_shape_C(self.mma_tiler[:2])
+        return cute.make_tensor(address, mma.make_fragment_C(cute.append(shape, ACC_STAGES)).layout)
+
+    def partition_a(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
+        """This CTA's part of an A operand; tiles are indexed (tile_m, k block, ...)."""
+        tiles = cute.local_tile(tma.tensor, cute.select(self.mma_tiler, mode=[0, 2]), (None,) * cute.rank(tma.tensor))
+        return self._partition(tma.atom, shared, mma.get_slice(rank).partition_A(tiles))
+
+    def partition_b(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
+        """This CTA's part of a B operand; tiles are indexed (tile_n, k block, ...)."""
+        tiles = cute.local_tile(tma.tensor, cute.select(self.mma_tiler, mode=[1, 2]), (None,) * cute.rank(tma.tensor))
+        return self._partition(tma.atom, shared, mma.get_slice(rank).partition_B(tiles))
+
+    @staticmethod
+    def _partition(atom, shared, tiles) -> TmaPartition:
+        shared, tiles = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))
+        return TmaPartition(atom, shared, tiles)
+
+    # ---- what a subclass provides ---------------------------------------------------------------------------------
+
+    def loads(self, tma, mmas, operands, rank):
+        """An object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit."""
+        raise NotImplementedError
+
+    def epilogue(self, rows: AccumulatorRows, unit: Unit, io: tuple, row) -> None:
+        """Finish a tile: `row` is this warp's first row in the tile; io = (tma, scratch, RowStore)."""
+        raise NotImplementedError
+
+    def mma_kind(self, unit: Unit):
+        """Number of the tiled MMA for a unit, when there are several."""
+        return unit.section
+
+    def make_scratch(self, smem):
+        """Shared memory of the epilogue, `scratch_bytes` of it."""
+        return None
+
+    def prepare_epilogue(self, tma, scratch) -> None:
+        """Work of the epilogue warps before the first tile that depends on no preceding kernel."""
+
+    # ---- roles ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(self, stages, loads, schedule, worker):
+        """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency wait."""
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
+        count = schedule.unit_count(worker)
+
+        first = schedule.unit(worker, Int32(0))
+        ahead = cutlass.min(first.k_end - first.k_begin, self.stage_count)
+        if count == 0:
+            ahead = Int32(0)
+        early = state.clone()
+        for k in cutlass.range(ahead, unroll=1):
+            stages.producer_acquire(early)
+            loads.early(first, first.k_begin + k, early.index, stages.producer_get_barrier(early))
+            early.advance()
+        cute.arch.griddepcontrol_wait()
+        for k in cutlass.range(ahead, unroll=1):
+            loads.late(first, first.k_begin + k, state.index, stages.producer_get_barrier(state))
+            state.advance()
+
+        for index in cutlass.range(count, unroll=1):
+            unit = schedule.unit(worker, index)
+            begin = unit.k_begin
+            if index == 0:
+                begin += ahead
+            for k in cutlass.range(begin, unit.k_end, unroll=1):
+                stages.producer_acquire(state)
+                barrier = stages.producer_get_barrier(state)
+                loads.early(unit, k, state.index, barrier)
+                loads.late(unit, k, state.index, barrier)
+                state.advance()
+        cute.arch.griddepcontrol_launch_dependents()
+        stages.producer_tail(state)
+
+    @cute.jit
+    def multiply(self, mmas, operands, accumulators, pipelines, place):
+        """MMA warp: one accumulator a unit, four MMAs a stage; a stage is released when its MMAs are done."""
+        schedule, worker, rank = place
+        stage = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stage_count)
+        slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, ACC_STAGES)
+        if rank % self.tuning.ctas == 0:
+            for index in cutlass.range(schedule.unit_count(worker), unroll=1):
+                unit = schedule.unit(worker, index)
+                pipelines.accumulators.producer_acquire(slot)
+                fence_after_sync()
+                accumulator = accumulators[(None, None, None, slot.index)]
+                for k in cutlass.range(unit.k_end - unit.k_begin, unroll=1):
+                    pipelines.stages.consumer_wait(stage)
+                    fence_after_sync()
+                    for kind in cutlass.range_constexpr(len(mmas)):
+                        if cutlass.const_expr(len(mmas) == 1):
+                            self.multiply_stage(mmas[0], operands[0], accumulator, stage.index, k > 0)
+                        elif self.mma_kind(unit) == kind:
+                            self.multiply_stage(mmas[kind], operands[kind], accumulator, stage.index, k > 0)
+                    pipelines.stages.consumer_release(stage)
+                    stage.advance()
+                pipelines.accumulators.producer_commit(slot)
+                slot.advance()
+            pipelines.accumulators.producer_tail(slot)
+
+    @cute.jit
+    def multiply_stage(self, mma, operands, accumulator, stage, accumulate):
+        """One k block; the first MMA of a unit overwrites the accumulator."""
+        a, b = mma.make_fragment_A(operands[0]), mma.make_fragment_B(operands[1])
+        for block in cutlass.range_constexpr(BLOCK_K // 16):
+            mma.set(tcgen05.Field.ACCUMULATE, accumulate if block == 0 else True)
+            at = (None, None, block, stage)
+            cute.gemm(mma, accumulator, a[at], b[at], accumulator)
+
+    @cute.jit
+    def consume(self, accumulators, address, io, workspace, place):
+        """Epilogue warps: take an accumulator, complete it if its tile is split, hand it to `epilogue`."""
+        schedule, worker, rank = place
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = rank * 128 + warp * WARP
+        slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACC_STAGES)
+        cute.arch.griddepcontrol_wait()
+        for index in cutlass.range(schedule.unit_count(worker), unroll=1):
+            unit = schedule.unit(worker, index)
+            accumulators.consumer_wait(slot)
+            fence_after_sync()
+            rows = AccumulatorRows(address, self.tuning.tile_n, slot.index)
+            complete = cutlass.Boolean(True)
+            if cutlass.const_expr(self.tuning.stream_k):
+                if unit.pieces > 1:
+                    complete = self.add_pieces(rows, unit, workspace, place, row)
+            if complete:
+                self.epilogue(rows, unit, io, row)
+            fence_before_sync()
+            with cute.arch.elect_one():
+                accumulators.consumer_release(slot)
+            slot.advance()
+
+    @cute.jit
+    def add_pieces(self, rows, unit, workspace, place, row):
+        """Deliver this warp's 32 rows of a piece; True for the warp that completes them, with the sum back in TMEM.
+
+        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing.
+        """
+        schedule, worker, _ = place
+        own = self.partial_rows(workspace, schedule.partial_slot(worker, unit.tile), row)
+        for chunk in cutlass.range_constexpr(rows.chunks):
+            cute.copy(self.partial_atom(), rows.read(chunk), own[None, chunk])
+        counter = workspace.counters.iterator + unit.tile * (self.tuning.tile_m // WARP) + row // WARP
+        cute.arch.sync_warp()
+        arrived = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.fence_acq_rel_gpu()
+            arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+            cute.arch.fence_acq_rel_gpu()
+        arrived = cute.arch.shuffle_sync(arrived, 0)
+        complete = arrived == unit.pieces - 1
+        if complete:
+            cute.arch.sync_warp()
+            for chunk in cutlass.range_constexpr(rows.chunks):
+                total = cute.make_rmem_tensor(CHUNK, Float32)
+                total.fill(0.0)
+                for piece in cutlass.range(unit.pieces, unroll=1):
+                    slot = schedule.partial_slot(unit.first_worker + piece, unit.tile)
+                    part = cute.make_rmem_tensor(CHUNK, Float32)
+                    cute.copy(self.partial_atom(), self.partial_rows(workspace, slot, row)[None, chunk], part)
+                    total.store(total.load() + part.load())
+                rows.write(chunk, total)
+            rows.written()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.store(counter, Int32(0))
+        return complete
+
+    def partial_atom(self):
+        """16 bytes a thread."""
+        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
+
+    def partial_rows(self, workspace, slot, row):
+        """The calling thread's row of a slot, (CHUNK, chunks): a warp touches 512 contiguous bytes at a time."""
+        block = (slot * (self.tuning.tile_m // WARP) + row // WARP) * Int64(WARP * self.tuning.tile_n)
+        base = workspace.partials.iterator + block + cute.arch.lane_idx() * 4
+        layout = cute.make_layout(
+            ((4, CHUNK // 4), self.tuning.tile_n // CHUNK), stride=((1, 4 * WARP), CHUNK * WARP))
+        return cute.make_tensor(base.align(16), layout)

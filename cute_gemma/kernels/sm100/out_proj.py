@@ -1,0 +1,104 @@
+"""Output projection for sm_100a: out[m, c] = bf16(sum_k attn[m, k] * wo[c, k]).
+
+Shapes: attn [M, H*D], wo [C, H*D], out [M, C], all bf16, row-major. Any M >= 1; C and H*D divisible by 8 (TMA needs
+rows of a multiple of 16 bytes). Tiles at the edges are clipped by TMA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16
+
+from cute_gemma.jit.signature import TensorArg
+from cute_gemma.kernels.common.schedule import Section, plan
+from cute_gemma.kernels.sm100.gemm import BLOCK_K, GemmTuning, PersistentGemm, Workspace
+from cute_gemma.kernels.sm100.store import BOX_COLUMNS, BOX_ROWS, VECTOR
+from cute_gemma.kernels.sm100.tmem import CHUNK
+
+
+@dataclass(frozen=True)
+class OutputTma:
+    """TMA tensors of the kernel."""
+
+    attn: Any
+    weight: Any
+    out: Any
+
+
+@dataclass(frozen=True)
+class OutputLoads:
+    """Weights do not depend on the attention kernel, its output does."""
+
+    attn: Any
+    weight: Any
+
+    def early(self, unit, k, stage, barrier):
+        self.weight.load(stage, barrier, unit.n, k)
+
+    def late(self, unit, k, stage, barrier):
+        self.attn.load(stage, barrier, unit.m, k)
+
+
+@dataclass(frozen=True)
+class OutputProjection(PersistentGemm):
+    """features: H*D, the inner size; hidden: C. tuning: see `default_tuning`."""
+
+    hidden: int
+    features: int
+    tuning: GemmTuning = field(default_factory=GemmTuning)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "features"):
+            value = getattr(self, name)
+            if value < 8 or value % 8:
+                raise ValueError(f"{name}: {value}, expected a positive multiple of 8")
+
+    def signature(self) -> tuple:
+        args = (
+            TensorArg("attn", "bf16", ("m", self.features)),
+            TensorArg("o_proj_weight", "bf16", (self.hidden, self.features)),
+            TensorArg("out", "bf16", ("m", self.hidden)),
+        )
+        return args + self.workspace_signature()
+
+    @cute.jit
+    def __call__(self, attn: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, *rest):
+        """Host entry; rest = (partials, counters, stream) with stream-K, else (stream,)."""
+        tma = OutputTma(self.tma_a(attn), self.tma_b(weight), self.tma_store(out))
+        section = Section(
+            cute.ceil_div(attn.shape[0], self.tuning.tile_m),
+            cute.ceil_div(self.hidden, self.tuning.tile_n),
+            cute.ceil_div(self.features, BLOCK_K),
+        )
+        schedule = plan((section,), self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
+        workspace = Workspace(*rest[:2]) if cutlass.const_expr(self.tuning.stream_k) else None
+        self.launch(tma, schedule, workspace, rest[-1])
+
+    def loads(self, tma, mmas, operands, rank) -> OutputLoads:
+        return OutputLoads(
+            self.partition_a(tma.attn, mmas[0], operands[0][0], rank),
+            self.partition_b(tma.weight, mmas[0], operands[0][1], rank),
+        )
+
+    @cute.jit
+    def epilogue(self, rows, unit, io, row):
+        """Round to bf16 and store, 64 columns a box."""
+        tma, _, store = io
+        box_row = (unit.m * self.tuning.tile_m + row) // BOX_ROWS
+        for column in cutlass.range_constexpr(0, self.tuning.tile_n, store.count * BOX_COLUMNS):
+            boxes = min(store.count, (self.tuning.tile_n - column) // BOX_COLUMNS)
+            store.begin()
+            for chunk in cutlass.range_constexpr(boxes * BOX_COLUMNS // CHUNK):
+                values = rows.read(column // CHUNK + chunk)
+                rounded = cute.make_rmem_tensor(CHUNK, BFloat16)
+                rounded.store(values.load().to(BFloat16))
+                for vector in cutlass.range_constexpr(CHUNK // VECTOR):
+                    at = chunk * CHUNK + vector * VECTOR
+                    store.write(at // BOX_COLUMNS, at % BOX_COLUMNS, cute.local_tile(rounded, (VECTOR,), (vector,)))
+            first = (unit.n * self.tuning.tile_n + column) // BOX_COLUMNS
+            store.commit(tma.out, [(box_row, first + box) for box in range(boxes)])

@@ -1,0 +1,66 @@
+"""Accumulators in tensor memory as an epilogue reads them: one thread a row.
+
+With the 32x32b shape of tcgen05.ld, warp w of a warpgroup reaches TMEM lanes 32 w .. 32 w + 31 and thread t of it
+receives lane t, register i being column i (PTX ISA, "tcgen05.ld", shape .32x32b). An accumulator of 128 rows has row r
+in lane r, whether one CTA computes it or a pair (each CTA then holds its 128 of the 256 rows).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass._mlir.dialects import nvvm
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
+
+LANE_STRIDE = 1 << 16  # a TMEM address is lane << 16 | column (PTX ISA, "Tensor Memory Addressing")
+CHUNK = 32  # columns a tcgen05.ld or .st moves
+
+
+class AccumulatorRows:
+    """The calling thread's row of accumulator `slot`, in chunks of 32 fp32 columns."""
+
+    def __init__(self, address, columns: int, slot):
+        thread = cute.arch.thread_idx()[0] % 128
+        layout = cute.make_layout((128, columns, 2), stride=(LANE_STRIDE, 1, columns))
+        chunks = cute.flat_divide(cute.make_tensor(address, layout), (128, CHUNK))  # (128, CHUNK, 1, N/CHUNK, 2)
+        load = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Float32), chunks[None, None, 0, 0, 0])
+        store = tcgen05.make_tmem_copy(
+            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Float32), chunks[None, None, 0, 0, 0])
+        self._load, self._store = load, store
+        # What a thread holds of 128 x CHUNK elements, as the copy atoms want it shaped: its row.
+        self._register_shape = load.get_slice(thread).partition_D(cute.make_identity_tensor((128, CHUNK))).shape
+        self._source = load.get_slice(thread).partition_S(chunks)[None, None, None, 0, None, slot]
+        self._target = store.get_slice(thread).partition_D(chunks)[None, None, None, 0, None, slot]
+        self.chunks = columns // CHUNK
+
+    def read(self, chunk):
+        """Columns [32 chunk, 32 chunk + 32) as an fp32 register tensor of 32 elements."""
+        source = self._source[None, None, None, chunk]
+        registers = cute.make_rmem_tensor(self._register_shape, Float32)
+        cute.copy(self._load, source, registers)
+        cute.arch.fence_view_async_tmem_load()
+        return cute.make_tensor(registers.iterator, cute.make_layout(CHUNK))
+
+    def write(self, chunk, values) -> None:
+        """Put 32 fp32 register values back; `written` orders them before later reads."""
+        target = self._target[None, None, None, chunk]
+        cute.copy(self._store, cute.make_tensor(values.iterator, cute.make_layout(self._register_shape)), target)
+
+    @staticmethod
+    def written() -> None:
+        cute.arch.fence_view_async_tmem_store()
+
+
+@dsl_user_op
+def fence_after_sync(*, loc=None, ip=None) -> None:
+    """tcgen05.fence::after_thread_sync: later tcgen05 operations come after what a barrier wait has ordered."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fence_before_sync(*, loc=None, ip=None) -> None:
+    """tcgen05.fence::before_thread_sync: earlier tcgen05 operations come before what a barrier arrive publishes."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
