@@ -133,7 +133,7 @@ class NormBackward:
         thread = cute.arch.thread_idx()[0]
         column = thread % lanes
         end = cutlass.min(first + chunk, side[0].shape[0])
-        scale = _widen(_load(_vector(weight, column)))
+        scale = widen(load_vector(weight.iterator, column * VECTOR))
         for i in cutlass.range_constexpr(VECTOR):
             scale[i] = 1.0 + scale[i]
         # The trip count is the same for every lane of a warp, for the shuffles' sake.
@@ -150,18 +150,18 @@ class NormBackward:
         loaded = []
         for u in cutlass.range_constexpr(self.tuning.unroll):
             row = base + u * step
-            # Past the end the last row is read again and its results are dropped: no branch around the loads.
             valid = row < end
+            # Past the end the last row is read again and its results are dropped: no branch around the loads.
             row = cutlass.min(row, end - 1)
-            loaded.append(
-                (row, valid, _load(_row_vector(grad, row, column)), _load(_row_vector(normed, row, column)), rstd[row])
-            )
-        for row, valid, grad_raw, normed_raw, rstd_row in loaded:
-            grad_row, normed_row = _widen(grad_raw), _widen(normed_raw)
+            offset = cutlass.Int64(row) * self.head_dim + column * VECTOR
+            vectors = load_vector(grad.iterator, offset), load_vector(normed.iterator, offset)
+            loaded.append((offset, valid, *vectors, rstd[row]))
+        for offset, valid, grad_raw, normed_raw, rstd_row in loaded:
+            grad_row, normed_row = widen(grad_raw), widen(normed_raw)
             g = cute.make_rmem_tensor((VECTOR,), cutlass.Float32)
             for i in cutlass.range_constexpr(0, VECTOR, 2):
                 g[i], g[i + 1] = cute.arch.mul_packed_f32x2(_pair(grad_row, i), _pair(scale, i))
-            g = _widen(_narrow(g))
+            g = widen(narrow(g))
             total = (cutlass.Float32(0.0), cutlass.Float32(0.0))
             for i in cutlass.range_constexpr(0, VECTOR, 2):
                 total = cute.arch.fma_packed_f32x2(_pair(g, i), _pair(normed_row, i), total)
@@ -170,7 +170,7 @@ class NormBackward:
                 centred = cute.arch.fma_packed_f32x2(_pair(normed_row, i), (-mean, -mean), _pair(g, i))
                 g[i], g[i + 1] = cute.arch.mul_packed_f32x2(centred, (rstd_row, rstd_row))
             if valid:
-                cute.autovec_copy(_narrow(g), _row_vector(out, row, column))
+                cute.autovec_copy(narrow(g), vector_at(out.iterator, offset))
                 for i in cutlass.range_constexpr(0, VECTOR, 2):
                     grad_w[i], grad_w[i + 1] = cute.arch.fma_packed_f32x2(
                         _pair(grad_row, i), _pair(normed_row, i), _pair(grad_w, i)
@@ -186,7 +186,7 @@ class NormBackward:
             cutlass.Float32, cute.make_layout((groups, self.head_dim), stride=(self.head_dim, 1)), 16
         )
         thread = cute.arch.thread_idx()[0]
-        cute.autovec_copy(grad_w, _vector(sums[thread // lanes, None], thread % lanes))
+        cute.autovec_copy(grad_w, cute.local_tile(sums[thread // lanes, None], (VECTOR,), (thread % lanes,)))
         cute.arch.sync_threads()
         if thread < self.head_dim:
             total = sums[0, thread]
@@ -195,32 +195,26 @@ class NormBackward:
             partials[cta, thread] = total
 
 
-def _vector(row: cute.Tensor, index) -> cute.Tensor:
-    """The index-th 16 bytes (bf16) or 32 bytes (f32) of a contiguous row (D,): (VECTOR,)."""
-    return cute.local_tile(row, (VECTOR,), (index,))
+def vector_at(pointer: cute.Pointer, offset) -> cute.Tensor:
+    """The 16 bytes at pointer + offset elements, (VECTOR,) bf16; offset is a multiple of VECTOR."""
+    return cute.make_tensor((pointer + offset).align(16), cute.make_layout((VECTOR,)))
 
 
-def _row_vector(tensor: cute.Tensor, row, column) -> cute.Tensor:
-    """Elements column * VECTOR .. of a row of (R, D). The row's offset passes 2^31 elements on large inputs."""
-    offset = cutlass.Int64(row) * tensor.shape[1] + column * VECTOR
-    pointer = (tensor.iterator + offset).align(16)
-    return cute.make_tensor(pointer, cute.make_layout((VECTOR,)))
-
-
-def _load(vector: cute.Tensor) -> cute.Tensor:
-    registers = cute.make_rmem_tensor((VECTOR,), vector.element_type)
-    cute.autovec_copy(vector, registers)
+def load_vector(pointer: cute.Pointer, offset) -> cute.Tensor:
+    """The 16 bytes at pointer + offset elements, in registers."""
+    registers = cute.make_rmem_tensor((VECTOR,), cutlass.BFloat16)
+    cute.autovec_copy(vector_at(pointer, offset), registers)
     return registers
 
 
-def _widen(vector: cute.Tensor) -> cute.Tensor:
+def widen(vector: cute.Tensor) -> cute.Tensor:
     """bf16 registers as float32."""
     wide = cute.make_rmem_tensor((VECTOR,), cutlass.Float32)
     wide.store(vector.load().to(cutlass.Float32))
     return wide
 
 
-def _narrow(vector: cute.Tensor) -> cute.Tensor:
+def narrow(vector: cute.Tensor) -> cute.Tensor:
     """float32 registers rounded to bf16, to nearest even."""
     narrow = cute.make_rmem_tensor((VECTOR,), cutlass.BFloat16)
     narrow.store(vector.load().to(cutlass.BFloat16))
