@@ -38,7 +38,8 @@ class KernelReport:
     """What the cubin says of one device kernel.
 
     registers: a thread. stack_bytes: a thread's stack frame, spills included. local_loads, local_stores: instructions
-    that touch local memory. static_smem: bytes. tmem_columns: tensor-memory columns it allocates, None where it allocates
+    that touch local memory. static_smem: bytes of shared memory besides the launch's
+    dynamic part. tmem_columns: tensor-memory columns it allocates, None where it allocates
     none or their number is not a constant. instructions: how often each SASS mnemonic, modifiers included, stands in the
     code.
     """
@@ -83,13 +84,12 @@ def inspect(kernel: Any, target: str | None = None) -> tuple[KernelReport, ...]:
     if not paths[".sass"].exists():
         write_atomically(paths[".sass"], disassemble(paths[".cubin"]).encode())
     instructions = count_instructions(paths[".sass"].read_text())
-    elf = _Elf(compiled.cubin)
-    resources = elf.resources()
-    return tuple(_report(compiled, name, resources[name], elf, instructions[name], paths) for name in compiled.kernel_names)
+    resources = _Elf(compiled.cubin).resources()
+    return tuple(_report(compiled, name, resources[name], instructions[name], paths) for name in compiled.kernel_names)
 
 
 def _report(
-    compiled: Compiled, name: str, resources: dict[int, int], elf: _Elf, instructions: Counter[str], paths: dict[str, Path]
+    compiled: Compiled, name: str, resources: dict[int, int], instructions: Counter[str], paths: dict[str, Path]
 ) -> KernelReport:
     entry = parse_entry(compiled.ptx, name)
     by_base = Counter[str]()
@@ -103,7 +103,7 @@ def _report(
         stack_bytes=max(resources[_FRAME_SIZE], resources[_MIN_STACK_SIZE]),
         local_loads=by_base["LDL"],
         local_stores=by_base["STL"],
-        static_smem=elf.section_size(f".nv.shared.{name}"),
+        static_smem=entry.static_smem,
         threads=entry.reqntid[0] * entry.reqntid[1] * entry.reqntid[2] if entry.reqntid else None,
         tmem_columns=tmem_columns(kernel_body(compiled.ptx, name)),
         ptx_path=paths[".ptx"],
@@ -185,9 +185,6 @@ class _Elf:
         headers = [struct.unpack_from("<IIQQQQIIQQ", content, offset + size * i) for i in range(count)]
         self.sections = {self._string(headers[names][4], header[0]): header for header in headers}
         self.headers = headers
-
-    def section_size(self, name: str) -> int:
-        return self.sections[name][5] if name in self.sections else 0
 
     def resources(self) -> dict[str, dict[int, int]]:
         """Attribute -> value of .nv.info, by function name."""
