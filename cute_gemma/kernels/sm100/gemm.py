@@ -46,7 +46,7 @@ from cutlass.utils import LayoutEnum
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.sm100.store import BOX_COLUMNS, BOX_ROWS, RowStore
-from cute_gemma.kernels.sm100.tmem import CHUNK, AccumulatorRows, fence_after_sync, fence_before_sync
+from cute_gemma.kernels.sm100.tmem import CHUNK, AccumulatorRows, accumulator_rows, fence_after_sync, fence_before_sync
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -473,7 +473,7 @@ class PersistentGemm:
             unit = schedule.unit(worker, index)
             accumulators.consumer_wait(slot)
             fence_after_sync()
-            rows = AccumulatorRows(address, self.tuning.tile_n, slot.index)
+            rows = accumulator_rows(address, self.tuning.tile_n, slot.index)
             complete = cutlass.Boolean(True)
             if cutlass.const_expr(self.tuning.stream_k):
                 if unit.pieces > 1:

@@ -7,6 +7,9 @@ in lane r, whether one CTA computes it or a pair (each CTA then holds its 128 of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
@@ -18,40 +21,54 @@ LANE_STRIDE = 1 << 16  # a TMEM address is lane << 16 | column (PTX ISA, "Tensor
 CHUNK = 32  # columns a tcgen05.ld or .st moves
 
 
+@dataclass(frozen=True)
 class AccumulatorRows:
-    """The calling thread's row of accumulator `slot`, in chunks of 32 fp32 columns."""
+    """The calling thread's row of one accumulator, in chunks of 32 fp32 columns; made by `accumulator_rows`.
 
-    def __init__(self, address, columns: int, slot):
-        thread = cute.arch.thread_idx()[0] % 128
-        layout = cute.make_layout((128, columns, 2), stride=(LANE_STRIDE, 1, columns))
-        chunks = cute.flat_divide(cute.make_tensor(address, layout), (128, CHUNK))  # (128, CHUNK, 1, N/CHUNK, 2)
-        load = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Float32), chunks[None, None, 0, 0, 0])
-        store = tcgen05.make_tmem_copy(
-            cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Float32), chunks[None, None, 0, 0, 0])
-        self._load, self._store = load, store
-        # What a thread holds of 128 x CHUNK elements, as the copy atoms want it shaped: its row.
-        self._register_shape = load.get_slice(thread).partition_D(cute.make_identity_tensor((128, CHUNK))).shape
-        self._source = load.get_slice(thread).partition_S(chunks)[None, None, None, 0, None, slot]
-        self._target = store.get_slice(thread).partition_D(chunks)[None, None, None, 0, None, slot]
-        self.chunks = columns // CHUNK
+    source, target: that row as tcgen05.ld and .st address it, (..., chunk).
+    """
+
+    load: Any
+    store: Any
+    source: Any
+    target: Any
+    chunks: cutlass.Constexpr[int]
 
     def read(self, chunk):
         """Columns [32 chunk, 32 chunk + 32) as an fp32 register tensor of 32 elements."""
-        source = self._source[None, None, None, chunk]
-        registers = cute.make_rmem_tensor(self._register_shape, Float32)
-        cute.copy(self._load, source, registers)
+        registers = cute.make_rmem_tensor(_row_shape(self.load), Float32)
+        cute.copy(self.load, self.source[None, None, None, chunk], registers)
         cute.arch.fence_view_async_tmem_load()
         return cute.make_tensor(registers.iterator, cute.make_layout(CHUNK))
 
     def write(self, chunk, values) -> None:
         """Put 32 fp32 register values back; `written` orders them before later reads."""
-        target = self._target[None, None, None, chunk]
-        cute.copy(self._store, cute.make_tensor(values.iterator, cute.make_layout(self._register_shape)), target)
+        registers = cute.make_tensor(values.iterator, cute.make_layout(_row_shape(self.load)))
+        cute.copy(self.store, registers, self.target[None, None, None, chunk])
 
-    @staticmethod
-    def written() -> None:
+    def written(self) -> None:
+        """Wait for this thread's writes."""
         cute.arch.fence_view_async_tmem_store()
+
+
+def accumulator_rows(address, columns: int, slot) -> AccumulatorRows:
+    """Rows of accumulator `slot` of the accumulators of `columns` columns each that start at `address`."""
+    thread = cute.arch.thread_idx()[0] % 128
+    layout = cute.make_layout((128, columns, 2), stride=(LANE_STRIDE, 1, columns))
+    chunks = cute.flat_divide(cute.make_tensor(address, layout), (128, CHUNK))  # (128, CHUNK, 1, N/CHUNK, 2)
+    one = chunks[None, None, 0, 0, 0]
+    load = tcgen05.make_tmem_copy(
+        cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Float32), one)
+    store = tcgen05.make_tmem_copy(
+        cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Float32), one)
+    source = load.get_slice(thread).partition_S(chunks)[None, None, None, 0, None, slot]
+    target = store.get_slice(thread).partition_D(chunks)[None, None, None, 0, None, slot]
+    return AccumulatorRows(load, store, source, target, columns // CHUNK)
+
+
+def _row_shape(load):
+    """What a thread holds of 128 x CHUNK elements, in the shape the copy atoms want: its row."""
+    return load.get_slice(0).partition_D(cute.make_identity_tensor((128, CHUNK))).shape
 
 
 @dsl_user_op
