@@ -37,14 +37,14 @@ class RowStore:
         cute.copy(self._atom, values, cute.local_tile(row, (VECTOR,), (column // VECTOR,)))
 
     def commit(self, tma, targets) -> None:
-        """Store box i to `targets[i]` = (row, column) box coordinates of the output, as one bulk group."""
+        """Store box i to `targets[i]` = (row, column, ...) box coordinates of the output, as one bulk group."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        tiles = cute.local_tile(tma.tensor, (BOX_ROWS, BOX_COLUMNS), (None, None))
+        tiles = cute.local_tile(tma.tensor, (BOX_ROWS, BOX_COLUMNS), (None,) * cute.rank(tma.tensor))
         shared, tiles = cpasync.tma_partition(
             tma.atom, 0, cute.make_layout(1), cute.group_modes(self._boxes, 0, 2), cute.group_modes(tiles, 0, 2))
-        for box, (row, column) in enumerate(targets):
-            cute.copy(tma.atom, shared[None, self._first + box], tiles[None, row, column])
+        for box, target in enumerate(targets):
+            cute.copy(tma.atom, shared[None, self._first + box], tiles[(None, *target)])
         cute.arch.cp_async_bulk_commit_group()
 
     @staticmethod
