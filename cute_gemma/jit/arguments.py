@@ -78,15 +78,31 @@ def _check_tensor(spec: TensorArg, value: Any, symbols: dict[str, tuple[int, str
         if value.stride() != (strides := compact_strides(shape)):
             value = value.as_strided(shape, strides)  # an extent of 1 may carry any stride, and TMA reads them all
     else:
-        quantum = spec.align // spec.itemsize
-        for axis, (stride, wanted) in enumerate(zip(value.stride(), spec.strides)):
-            if shape[axis] > 1:
-                _match(spec, "strides", tuple(value.stride()), axis, stride, wanted, symbols)
-                if isinstance(wanted, str) and axis < len(shape) - 1 and stride % quantum:
-                    raise ValueError(f"{spec.name}: stride {stride} of dimension {axis}, expected a multiple of {quantum}")
+        strides = _check_strides(spec, shape, tuple(value.stride()), symbols)
+        if strides != value.stride():
+            value = value.as_strided(shape, strides)
     if value.data_ptr() % spec.align:
         raise ValueError(f"{spec.name}: address {value.data_ptr():#x}, expected a multiple of {spec.align} bytes")
     return value
+
+
+def _check_strides(spec: TensorArg, shape: tuple[int, ...], strides: tuple[int, ...], symbols: dict) -> tuple[int, ...]:
+    """The strides to pass: those of extents of 1, which are never used, are replaced by ones the kernel can take."""
+    quantum = spec.align // spec.itemsize
+    passed = list(strides)
+    used = [axis for axis, extent in enumerate(shape) if extent > 1]
+    for axis in used:
+        _match(spec, "strides", strides, axis, strides[axis], spec.strides[axis], symbols)
+    for axis in used:
+        if isinstance(spec.strides[axis], str) and axis < len(shape) - 1 and strides[axis] % quantum:
+            raise ValueError(f"{spec.name}: strides {strides}, expected a multiple of {quantum} at dimension {axis}")
+    for axis in set(range(len(shape))).difference(used):
+        wanted, row = spec.strides[axis], compact_strides(shape)[axis]
+        if isinstance(wanted, str):
+            passed[axis] = symbols.setdefault(wanted, (-(-row // quantum) * quantum, spec.name))[0]
+        else:
+            passed[axis] = wanted
+    return tuple(passed)
 
 
 def _match(
