@@ -1,0 +1,69 @@
+"""Which kernel classes serve a target: the one place to add an architecture or a kernel to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ..config import AttentionConfig
+
+
+@dataclass(frozen=True)
+class ForwardKernels:
+    """Builds the kernels of the forward pass, tuned for a configuration and, where they depend on it, M =
+    B*S rows.
+
+    head_dims: those that every kernel supports. mask is "causal", "none" or, for a tensor, its dtype
+    ("bf16", "f32").
+    """
+
+    head_dims: tuple[int, ...]
+    qkv_projection: Callable[[AttentionConfig, int], Any]
+    mask_scan: Callable[[str], Any]
+    attention: Callable[[AttentionConfig, str], Any]
+    output_projection: Callable[[AttentionConfig, int], Any]
+
+
+@lru_cache(maxsize=None)
+def forward_kernels(target: str) -> ForwardKernels:
+    """The forward kernels of a target's name. Raises jit.UnsupportedTargetError where there are none yet."""
+    from ..jit import UnsupportedTargetError
+
+    if target not in _FORWARD:
+        raise UnsupportedTargetError(
+            f"target: got {target!r}, want one of {', '.join(_FORWARD)} for the forward pass"
+        )
+    return _FORWARD[target]()
+
+
+def _sm100_forward() -> ForwardKernels:
+    """Kernel modules import the compiler, which takes a second or two: each loads with the first kernel of it."""
+
+    def qkv_projection(config: AttentionConfig, rows: int) -> Any:
+        from .sm100.qkv_proj import QKVProjection
+
+        return QKVProjection(
+            config.hidden, config.heads, config.kv_heads, config.head_dim, config.eps, config.qk_norm
+        )
+
+    def mask_scan(mask: str) -> Any:
+        from .sm100.mask_scan import MaskScan
+
+        return MaskScan(mask)
+
+    def attention(config: AttentionConfig, mask: str) -> Any:
+        from .sm100.attention import Attention
+
+        return Attention(config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap, mask)
+
+    def output_projection(config: AttentionConfig, rows: int) -> Any:
+        from .sm100.out_proj import OutputProjection
+
+        return OutputProjection(config.hidden, config.q_width)
+
+    return ForwardKernels((128,), qkv_projection, mask_scan, attention, output_projection)
+
+
+_FORWARD = {"sm_100a": _sm100_forward}

@@ -1,0 +1,216 @@
+"""From checked tensors to launches: which kernels run, on which tensors, and the memory they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import jit
+from .config import AttentionConfig
+from .jit.signature import TensorArg
+from .kernels.registry import ForwardKernels, forward_kernels
+
+# What cudaMalloc aligns to (CUDA C++ Programming Guide, device memory accesses); no kernel asks for more.
+_SLOT_ALIGN = 256
+_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
+# Scratch arguments that a kernel finds zeroed.
+_ZEROED = ("counters",)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel launch. tensors: its arguments by the names of its signature, in order.
+
+    outputs: what the step computes, by the name of the reference's stage.
+    """
+
+    stage: str
+    kernel: Any
+    tensors: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launches in order. output: what the caller gets. workspace: the memory behind all that lies between."""
+
+    target: str
+    steps: tuple[Step, ...]
+    output: Tensor
+    workspace: Workspace
+
+    def run(self, **options: Any) -> list[Any]:
+        """Launches every step; options go to `jit.launch`. Returns what each launch returned."""
+        return [
+            jit.launch(step.kernel, *step.tensors.values(), target=self.target, **options)
+            for step in self.steps
+        ]
+
+    def poison(self) -> None:
+        """Fills the output and the workspace with NaN, so that what no kernel writes shows."""
+        self.output.fill_(math.nan)
+        self.workspace.poison()
+
+
+class Workspace:
+    """One allocation that holds every tensor between the inputs and the output of a call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._slots: dict[str, tuple[torch.dtype, tuple[int, ...], bool]] = {}
+        self._memory: Tensor | None = None
+        self._zeroed = 0
+
+    def request(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], zero: bool = False) -> str:
+        """Asks for a tensor, zeroed where a kernel expects that of it. Returns its name."""
+        self._slots[name] = (dtype, shape, zero)
+        return name
+
+    def allocate(self) -> dict[str, Tensor]:
+        """The tensors asked for, by name."""
+        # Those to be zeroed come first, so that one fill zeroes all.
+        ordered = sorted(self._slots.items(), key=lambda slot: not slot[1][2])
+        offsets, end = {}, 0
+        for name, (dtype, shape, zero) in ordered:
+            offsets[name] = end
+            end += -(-math.prod(shape) * dtype.itemsize // _SLOT_ALIGN) * _SLOT_ALIGN
+            if zero:
+                self._zeroed = end
+        memory = torch.empty(end + _SLOT_ALIGN, dtype=torch.uint8, device=self.device)
+        self._memory = memory[-memory.data_ptr() % _SLOT_ALIGN :][:end]
+        if self._zeroed:
+            self._memory[: self._zeroed].zero_()
+        tensors = {}
+        for name, (dtype, shape, _) in ordered:
+            size = math.prod(shape) * dtype.itemsize
+            tensors[name] = self._memory[offsets[name] : offsets[name] + size].view(dtype).view(shape)
+        return tensors
+
+    def poison(self) -> None:
+        """Sets every bit of all but the zeroed part: NaN as bfloat16 and float32, -1 as an integer."""
+        if self._memory is not None:
+            self._memory[self._zeroed :].fill_(0xFF)
+
+
+@dataclass
+class _Builder:
+    """Collects launches whose tensors may be names of workspace slots, then allocates once."""
+
+    target: str
+    workspace: Workspace
+    launches: list[tuple[str, Any, Mapping[str, Tensor | str], Mapping[str, Tensor | str]]] = field(
+        default_factory=list
+    )
+
+    def add(
+        self,
+        stage: str,
+        kernel: Any,
+        tensors: Mapping[str, Tensor | str],
+        outputs: Mapping[str, Tensor | str],
+    ) -> None:
+        """A launch of `kernel`. What its signature lists and `tensors` lacks is scratch of a fixed size."""
+        given = dict(tensors)
+        for arg in kernel.signature():
+            if arg.name not in given:
+                slot = f"{stage}.{arg.name}"
+                given[arg.name] = self.workspace.request(
+                    slot, _DTYPES[arg.dtype], arg.shape, arg.name in _ZEROED
+                )
+        self.launches.append((stage, kernel, given, outputs))
+
+    def build(self, output: Tensor) -> Plan:
+        """The plan, its workspace allocated."""
+        slots = self.workspace.allocate()
+
+        def resolve(value: Tensor | str) -> Tensor:
+            return slots[value] if isinstance(value, str) else value
+
+        steps = []
+        for stage, kernel, given, outputs in self.launches:
+            tensors = {arg.name: _fit(resolve(given[arg.name]), arg) for arg in kernel.signature()}
+            steps.append(Step(stage, kernel, tensors, {name: resolve(t) for name, t in outputs.items()}))
+        return Plan(self.target, tuple(steps), output, self.workspace)
+
+
+def _fit(tensor: Tensor, arg: TensorArg) -> Tensor:
+    """`tensor` with as many dimensions as the kernel names: [B, S, H, D] is [M, H*D] to a projection."""
+    return tensor if tensor.dim() == len(arg.shape) else tensor.view(-1, arg.shape[-1])
+
+
+def attention_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, config: AttentionConfig, target: str
+) -> Plan:
+    """Attention alone: q [B, S, H, D], k and v [B, S, KV, D] to a new [B, S, H, D]."""
+    builder = _Builder(target, Workspace(q.device))
+    kernels = _forward_kernels(config, target)
+    out = torch.empty_like(q)
+    scan = _add_mask_scan(builder, kernels, mask)
+    _add_attention(builder, kernels, config, mask, {"q": q, "k": k, "v": v, "out": out, **scan})
+    return builder.build(out)
+
+
+def forward_plan(
+    inputs: Mapping[str, Tensor], mask: Tensor | str | None, config: AttentionConfig, target: str
+) -> Plan:
+    """Workload 047 on checked tensors, named as in `attention_forward`, to a new [B, S, C].
+
+    q, k, v and the attention's output lie in the workspace as bfloat16 [B, S, heads, D].
+    """
+    kernels = _forward_kernels(config, target)
+    hidden_states = inputs["hidden_states"]
+    batch, seq, _ = hidden_states.shape
+    workspace = Workspace(hidden_states.device)
+    builder = _Builder(target, workspace)
+    slots = {
+        name: workspace.request(name, torch.bfloat16, (batch, seq, heads, config.head_dim))
+        for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads))
+    }
+    attended = workspace.request("attention", torch.bfloat16, (batch, seq, config.heads, config.head_dim))
+    output = torch.empty_like(hidden_states)
+
+    scan = _add_mask_scan(builder, kernels, mask)
+    projection = kernels.qkv_projection(config, batch * seq)
+    builder.add("qkv projection", projection, {**inputs, **slots}, slots)
+    _add_attention(builder, kernels, config, mask, {**slots, "out": attended, **scan})
+    projection = kernels.output_projection(config, batch * seq)
+    tensors = {"attn": attended, "o_proj_weight": inputs["o_proj_weight"], "out": output}
+    builder.add("output projection", projection, tensors, {"output": output})
+    return builder.build(output)
+
+
+def _forward_kernels(config: AttentionConfig, target: str) -> ForwardKernels:
+    kernels = forward_kernels(target)
+    if config.head_dim not in kernels.head_dims:
+        wanted = " or ".join(map(str, kernels.head_dims))
+        raise ValueError(f"head_dim: got {config.head_dim}, want {wanted} on {target}")
+    return kernels
+
+
+def _add_mask_scan(builder: _Builder, kernels: ForwardKernels, mask: Tensor | str | None) -> dict:
+    """The pre-pass over a mask tensor; returns what the attention kernel takes of it, by argument name."""
+    if not isinstance(mask, Tensor):
+        return {}
+    raise NotImplementedError("a mask tensor: its kernels are not there yet; pass 'causal' or None")
+
+
+def _add_attention(
+    builder: _Builder,
+    kernels: ForwardKernels,
+    config: AttentionConfig,
+    mask: Tensor | str | None,
+    tensors: dict,
+) -> None:
+    kind = _mask_kind(mask)
+    builder.add("attention", kernels.attention(config, kind), tensors, {"attention": tensors["out"]})
+
+
+def _mask_kind(mask: Tensor | str | None) -> str:
+    if isinstance(mask, Tensor):
+        return {torch.bfloat16: "bf16", torch.float32: "f32"}[mask.dtype]
+    return mask or "none"
