@@ -1,15 +1,16 @@
 """The GEMM main loop for sm_100a that the projections share: persistent, warp-specialised, tcgen05 with TMEM.
 
 What it computes: for every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16 operands, handed
-row by row to an epilogue. What A, B and the epilogue are is the business of a subclass; this file moves the data.
+rounded to bf16 and handed row by row to an epilogue. What A, B and the epilogue are is the business of a subclass.
 
-    global A, B --TMA--> shared stages --tcgen05.mma--> TMEM accumulators (2) --tcgen05.ld--> epilogue
+    global A, B --TMA--> shared stages --tcgen05.mma--> TMEM accumulators (2) --tcgen05.ld--> bf16 row --> epilogue
 
 Six warps a CTA, each a method below, in the order data meets them:
     warp 5     `produce`   one k block (64 elements of K) of A and B a stage, through TMA
     warp 4     `multiply`  four K=16 MMAs a stage; with cta_group 2 only in the leading CTA of the pair
-    warps 0-3  `consume`   one warp per TMEM lane quarter, so that thread t owns accumulator row t of its CTA;
-                           two accumulators let it work on one tile while the next is being multiplied
+    warps 0-3  `consume`   one warp per TMEM lane quarter, so that thread t owns accumulator row t of its CTA; it takes
+                           the row to registers and gives the accumulator back before the epilogue's work. With two
+                           accumulators the next tile is being multiplied meanwhile.
 
 Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
 a workspace: every epilogue warp writes its 32 rows of the piece, then counts itself in; the one that completes the
@@ -19,7 +20,7 @@ The count is left at zero, so the workspace needs zeroing once, when it is alloc
 To make a GEMM, subclass `PersistentGemm` and give it
     `operand_majors`            which mode of A and B is contiguous, for each kind of tile (one kind or several)
     `loads(tma, mmas, ...)`     a `Loads` object: how to fetch k block k of a tile; early and late parts (see PDL)
-    `epilogue(...)`             what becomes of a finished accumulator
+    `epilogue(...)`             what becomes of a finished row; `prefetch` and `skip` go with it
 and call `launch` from its host entry.
 
 PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages before
@@ -44,9 +45,10 @@ from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.utils import LayoutEnum
 
 from cute_gemma.jit.signature import TensorArg
+from cute_gemma.kernels.common import bf16
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
-from cute_gemma.kernels.sm100.store import BOX_COLUMNS, BOX_ROWS, RowStore
-from cute_gemma.kernels.sm100.tmem import CHUNK, AccumulatorRows, accumulator_rows, fence_after_sync, fence_before_sync
+from cute_gemma.kernels.sm100.boxes import BOX_BYTES, WarpBoxes, box_layout, box_tma
+from cute_gemma.kernels.sm100.tmem import CHUNK, accumulator_rows, fence_after_sync, fence_before_sync
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -59,7 +61,6 @@ ACC_STAGES = 2
 SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, compute capability 10.0
 BARRIER_BYTES = 1024  # barriers and the TMEM address, rounded up to the alignment of the stages
 TMEM_COLUMNS = 512
-STORE_BOXES = 2  # output boxes a warp has in flight
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,15 @@ class PersistentGemm:
 
     tuning: GemmTuning
     operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
-    scratch_bytes: int = 0  # shared memory the epilogue needs besides its output boxes
+    boxes: int = 2  # 32 x 64 boxes of shared memory an epilogue warp has, see boxes.py
+    scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
 
     # ---- shapes ---------------------------------------------------------------------------------------------------
 
     @property
     def stage_count(self) -> int:
         """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else ValueError."""
-        boxes = EPILOGUE_WARPS * STORE_BOXES * BOX_ROWS * BOX_COLUMNS * 2
+        boxes = EPILOGUE_WARPS * self.boxes * BOX_BYTES
         free = SMEM_BYTES - 2 * BARRIER_BYTES - boxes - self.scratch_bytes
         fitting = free // self.tuning.stage_bytes
         wanted = self.tuning.stages or fitting
@@ -220,15 +222,12 @@ class PersistentGemm:
             op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape))
 
     def tma_store(self, tensor) -> TmaTensor:
-        """Store descriptor for a row-major (M, N) output, one box of 32 rows x 64 columns at a time."""
-        layout = cute.select(self.box_layout(), mode=[0, 1])
-        return TmaTensor(*cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, (BOX_ROWS, BOX_COLUMNS)))
+        """Store descriptor for a row-major (M, N) output, box by box."""
+        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor))
 
-    def box_layout(self):
-        """Output boxes of all epilogue warps, (BOX_ROWS, BOX_COLUMNS, warp * box), 128-byte swizzled."""
-        return sm100.make_smem_layout_epi(
-            BFloat16, LayoutEnum.ROW_MAJOR, (BOX_ROWS, BOX_COLUMNS), EPILOGUE_WARPS * STORE_BOXES)
+    def tma_rows(self, tensor) -> TmaTensor:
+        """Load descriptor for a row-major (M, N) epilogue input, box by box."""
+        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor))
 
     def cluster_layout(self, tiled_mma):
         """(V, M, N, K) layout of the CTAs of a cluster: a pair is one MMA tile wide."""
@@ -287,8 +286,8 @@ class PersistentGemm:
         a_layout, b_layout = self.stage_layouts(mmas[0])
         a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, 1024, swizzle=a_layout.inner)
         b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, 1024, swizzle=b_layout.inner)
-        box_layout = self.box_layout()
-        boxes = smem.allocate_tensor(BFloat16, box_layout.outer, 1024, swizzle=box_layout.inner)
+        layout = box_layout(EPILOGUE_WARPS * self.boxes)
+        boxes = WarpBoxes(smem.allocate_tensor(BFloat16, layout.outer, 1024, swizzle=layout.inner), warp * self.boxes)
         scratch = self.make_scratch(smem)
         operands = self.stage_views(mmas, a_shared, b_shared)
 
@@ -306,10 +305,9 @@ class PersistentGemm:
             tmem.wait_for_alloc()
             tmem.relinquish_alloc_permit()
             address = tmem.retrieve_ptr(Float32)
-            store = RowStore(boxes, warp * STORE_BOXES, STORE_BOXES)
-            self.consume(pipelines.accumulators, address, (tma, scratch, store), workspace,
+            self.consume(pipelines.accumulators, address, (tma, scratch, boxes), workspace,
                          (schedule, worker, rank))
-            store.finish()
+            boxes.finish()
             pipeline.NamedBarrier(barrier_id=2, num_threads=EPILOGUE_WARPS * WARP).arrive_and_wait()
             tmem.free(address)
 
@@ -375,9 +373,16 @@ class PersistentGemm:
         """An object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit."""
         raise NotImplementedError
 
-    def epilogue(self, rows: AccumulatorRows, unit: Unit, io: tuple, row) -> None:
-        """Finish a tile: `row` is this warp's first row in the tile; io = (tma, scratch, RowStore)."""
+    def prefetch(self, unit: Unit, index, io: tuple, row) -> None:
+        """Epilogue work before the accumulator of the worker's unit number `index` is awaited."""
+
+    def epilogue(self, pairs: list, unit: Unit, index, io: tuple, row) -> None:
+        """Finish a tile. pairs: the thread's accumulator row as tile_n / 2 bf16 pairs; row: the calling warp's first
+        row in the tile; io = (tma, scratch, WarpBoxes)."""
         raise NotImplementedError
+
+    def skip(self, unit: Unit, index, io: tuple, row) -> None:
+        """Instead of `epilogue`, for a warp that another one will finish for (stream-K)."""
 
     def mma_kind(self, unit: Unit):
         """Number of the tiled MMA for a unit, when there are several."""
@@ -471,6 +476,7 @@ class PersistentGemm:
         cute.arch.griddepcontrol_wait()
         for index in cutlass.range(schedule.unit_count(worker), unroll=1):
             unit = schedule.unit(worker, index)
+            self.prefetch(unit, index, io, row)
             accumulators.consumer_wait(slot)
             fence_after_sync()
             rows = accumulator_rows(address, self.tuning.tile_n, slot.index)
@@ -479,11 +485,27 @@ class PersistentGemm:
                 if unit.pieces > 1:
                     complete = self.add_pieces(rows, unit, workspace, place, row)
             if complete:
-                self.epilogue(rows, unit, io, row)
-            fence_before_sync()
-            with cute.arch.elect_one():
-                accumulators.consumer_release(slot)
+                pairs = self.take_row(rows)
+                self.release(accumulators, slot)
+                self.epilogue(pairs, unit, index, io, row)
+            else:
+                self.release(accumulators, slot)
+                self.skip(unit, index, io, row)
             slot.advance()
+
+    def take_row(self, rows) -> list:
+        """The thread's row, rounded to bf16, as tile_n / 2 pairs in registers."""
+        pairs = []
+        for chunk in range(rows.chunks):
+            values = rows.read(chunk)
+            pairs += [bf16.pack(values[2 * index], values[2 * index + 1]) for index in range(CHUNK // 2)]
+        return pairs
+
+    def release(self, accumulators, slot) -> None:
+        """Give an accumulator back: this warp has read its rows."""
+        fence_before_sync()
+        with cute.arch.elect_one():
+            accumulators.consumer_release(slot)
 
     @cute.jit
     def add_pieces(self, rows, unit, workspace, place, row):

@@ -9,16 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.schedule import Section, plan
 from cute_gemma.kernels.sm100.gemm import BLOCK_K, GemmTuning, PersistentGemm, Workspace
-from cute_gemma.kernels.sm100.store import BOX_COLUMNS, BOX_ROWS, VECTOR
-from cute_gemma.kernels.sm100.tmem import CHUNK
+from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS, PAIRS, VECTORS
 
 
 @dataclass(frozen=True)
@@ -86,19 +83,17 @@ class OutputProjection(PersistentGemm):
         )
 
     @cute.jit
-    def epilogue(self, rows, unit, io, row):
-        """Round to bf16 and store, 64 columns a box."""
-        tma, _, store = io
+    def epilogue(self, pairs, unit, index, io, row):
+        """Store the row, as many boxes at a time as the warp has."""
+        tma, _, boxes = io
         box_row = (unit.m * self.tuning.tile_m + row) // BOX_ROWS
-        for column in cutlass.range_constexpr(0, self.tuning.tile_n, store.count * BOX_COLUMNS):
-            boxes = min(store.count, (self.tuning.tile_n - column) // BOX_COLUMNS)
-            store.begin()
-            for chunk in cutlass.range_constexpr(boxes * BOX_COLUMNS // CHUNK):
-                values = rows.read(column // CHUNK + chunk)
-                rounded = cute.make_rmem_tensor(CHUNK, BFloat16)
-                rounded.store(values.load().to(BFloat16))
-                for vector in cutlass.range_constexpr(CHUNK // VECTOR):
-                    at = chunk * CHUNK + vector * VECTOR
-                    store.write(at // BOX_COLUMNS, at % BOX_COLUMNS, cute.local_tile(rounded, (VECTOR,), (vector,)))
-            first = (unit.n * self.tuning.tile_n + column) // BOX_COLUMNS
-            store.commit(tma.out, [(box_row, first + box) for box in range(boxes)])
+        per_tile = self.tuning.tile_n // BOX_COLUMNS
+        for first in cutlass.range_constexpr(0, per_tile, self.boxes):
+            count = min(self.boxes, per_tile - first)
+            boxes.reclaim()
+            for box in cutlass.range_constexpr(count):
+                for vector in cutlass.range_constexpr(VECTORS):
+                    at = (first + box) * BOX_COLUMNS // 2 + vector * PAIRS
+                    boxes.write(box, vector, pairs[at : at + PAIRS])
+            boxes.publish()
+            boxes.store(tma.out, [(box_row, unit.n * per_tile + first + box) for box in range(count)])

@@ -1,0 +1,42 @@
+"""bf16 pairs in 32-bit registers: conversions and arithmetic that round once per operation, as eager PyTorch does.
+
+A pair holds element 2i in its low half and element 2i + 1 in its high half. The .rn suffix keeps the compiler from
+contracting a product and a sum into one rounding (PTX ISA, "Half Precision Floating Point Instructions").
+"""
+
+from __future__ import annotations
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+def pack(low, high):
+    """Two fp32 values rounded to nearest even."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high])
+
+
+def unpack(pair):
+    """(low, high) as fp32, exactly: a bf16 is the upper half of the fp32 of the same value."""
+    return _as_float(pair << 16), _as_float(pair & Int32(-65536))
+
+
+def mul(a, b):
+    return _binary("mul", a, b)
+
+
+def add(a, b):
+    return _binary("add", a, b)
+
+
+def sub(a, b):
+    return _binary("sub", a, b)
+
+
+def _binary(operation: str, a, b):
+    return cute.arch.inline_ptx(
+        f"{operation}.rn.bf16x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def _as_float(bits):
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
