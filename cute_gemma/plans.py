@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import jit
 from .config import AttentionConfig
+from .emulator.launch import Launch
 from .jit.signature import TensorArg
 from .kernels.registry import ForwardKernels, forward_kernels
 
@@ -44,12 +45,19 @@ class Plan:
     output: Tensor
     workspace: Workspace
 
+    def launch(self, step: Step, **options: Any) -> Any:
+        """Launches one step; options go to `jit.launch`."""
+        return jit.launch(step.kernel, *step.tensors.values(), target=self.target, **options)
+
+    def capture(self, step: Step) -> list[Launch]:
+        """The launches that the step's host code makes of CPU tensors, without running them."""
+        launches: list[Launch] = []
+        jit.compile(step.kernel, self.target).host_code(tuple(step.tensors.values()), launches.append)
+        return launches
+
     def run(self, **options: Any) -> list[Any]:
-        """Launches every step; options go to `jit.launch`. Returns what each launch returned."""
-        return [
-            jit.launch(step.kernel, *step.tensors.values(), target=self.target, **options)
-            for step in self.steps
-        ]
+        """Launches every step in order, and returns what each launch returned."""
+        return [self.launch(step, **options) for step in self.steps]
 
     def poison(self) -> None:
         """Fills the output and the workspace with NaN, so that what no kernel writes shows."""

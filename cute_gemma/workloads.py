@@ -2,6 +2,7 @@
 
 Input sets, each for any batch and sequence length:
   suite       what the public suite draws.
+  causal      047: the same with "causal" in place of the mask tensor.
   structured  outliers (a few channels and rows far above the rest), correlated (rows that nearly agree);
               047: saturated (logits at the cap).
   noncausal   047: additive masks that are not causal.
@@ -152,6 +153,10 @@ def _forward_suite(config: AttentionConfig, batch: int, seq: int, seed: int) -> 
         q_norm_weight=ones,
         k_norm_weight=ones.clone(),
     )
+
+
+def _forward_causal(config: AttentionConfig, batch: int, seq: int, seed: int) -> ForwardInputs:
+    return replace(_forward_suite(config, batch, seq, seed), attention_mask="causal")
 
 
 def _with_outliers(rows: Tensor) -> Tensor:
@@ -336,6 +341,7 @@ WORKLOADS: Mapping[str, Workload] = {
         outputs=("output",),
         kinds={
             "suite": {"suite": _forward_suite},
+            "causal": {"causal": _forward_causal},
             "structured": {
                 "outliers": _forward_outliers,
                 "correlated": _forward_correlated,
@@ -380,6 +386,7 @@ class OutputCheck:
     finite: bool
     matched_ratio: float  # share of elements within the suite's tolerance of the eager bfloat16 model
     max_abs_difference: float  # from the eager bfloat16 model
+    difference: float  # from the eager bfloat16 model
     error: float  # against float64
     eager_error: float  # the eager bfloat16 model's, against float64
 
@@ -421,6 +428,7 @@ def check_output(
         finite=bool(torch.isfinite(out).all()),
         matched_ratio=within.double().mean().item(),
         max_abs_difference=difference.max().item(),
+        difference=relative_error(out, eager),
         error=relative_error(out, exact),
         eager_error=relative_error(eager, exact),
     )

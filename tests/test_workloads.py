@@ -44,11 +44,13 @@ def test_a_size_off_the_suite_gets_the_tightest_tolerances():
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match="workload: got '048', want one of 047, 051"):
         workload("048")
-    with pytest.raises(ValueError, match="inputs: got 'dense', want one of suite, structured, noncausal"):
+    with pytest.raises(
+        ValueError, match="inputs: got 'dense', want one of suite, causal, structured, noncausal"
+    ):
         workload("047").input_sets("dense")
     with pytest.raises(ValueError, match="inputs: got 'noncausal', want one of suite, structured for"):
         workload("051").input_sets("noncausal")
-    with pytest.raises(ValueError, match="inputs: got 'dense', want one of suite, outliers"):
+    with pytest.raises(ValueError, match="inputs: got 'dense', want one of suite, causal, outliers"):
         workload("047").make_inputs("dense", 1, 1)
     with pytest.raises(ValueError, match="batch, seq: got 1, 0, want at least 1 each"):
         workload("047").make_inputs("suite", 1, 0)

@@ -39,7 +39,7 @@ def forward_kernels(target: str) -> ForwardKernels:
 
 
 def _sm100_forward() -> ForwardKernels:
-    """Kernel modules import the compiler, which takes a second or two: each loads with the first kernel of it."""
+    """Kernel modules import the compiler, which takes seconds: each loads with its first kernel."""
 
     def qkv_projection(config: AttentionConfig, rows: int) -> Any:
         from .sm100.qkv_proj import QKVProjection

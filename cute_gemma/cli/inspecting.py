@@ -1,0 +1,79 @@
+"""`cute-gemma inspect`: what a workload's kernels cost, read from the cubins that are launched."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from .common import add_common, positive, table
+
+if TYPE_CHECKING:
+    from ..jit import KernelReport
+    from ..plans import Plan, Step
+
+# SASS mnemonics: tensor-core MMA on tensor memory, TMA load, special function (CUDA Binary Utilities,
+# instruction set reference).
+COUNTED = ("UTCHMMA", "UTMALDG", "MUFU")
+
+
+def add_commands(commands: Any) -> None:
+    """Adds `inspect`."""
+    inspect = commands.add_parser(
+        "inspect", help="show registers, memory and instructions of a workload's kernels"
+    )
+    add_common(inspect)
+    inspect.add_argument("--batch", type=positive, default=1, help="the tuning depends on batch * seq")
+    inspect.add_argument("--seq", type=positive, default=128)
+    inspect.add_argument(
+        "--inputs", default="suite", help="input set, whose mask decides which kernels there are"
+    )
+    inspect.set_defaults(action=inspect_workload)
+
+
+def inspect_workload(options: argparse.Namespace) -> int:
+    """Prints a table over the kernels and where their PTX, cubin and SASS lie; 1 if any kernel spills."""
+    from .. import jit
+    from ..verification import PLANNERS
+    from ..workloads import workload
+
+    problem = workload(options.workload)
+    if problem.number not in PLANNERS:
+        raise ValueError(f"workload: got {problem.number!r}, want one of {', '.join(PLANNERS)}")
+    inputs = problem.make_inputs(options.inputs, options.batch, options.seq)
+    plan = PLANNERS[problem.number](inputs, problem.config, target=options.target)
+    reports = [(step, report) for step in plan.steps for report in jit.inspect(step.kernel, plan.target)]
+    header = [
+        "stage",
+        "grid",
+        "threads",
+        "registers",
+        "stack",
+        "local ld/st",
+        "smem",
+        "TMEM columns",
+        *COUNTED,
+    ]
+    rows = [_row(plan, step, report) for step, report in reports]
+    print(f"{problem.number}  batch {options.batch}  seq {options.seq}  {plan.target}\n")
+    print(table(header, rows, right=range(2, len(header))))
+    print()
+    for step, report in reports:
+        print(f"{step.stage}: {report.name}, ptxas {'.'.join(map(str, report.ptxas))}")
+        print(f"  {step.kernel}")
+        for path in (report.ptx_path, report.cubin_path, report.sass_path):
+            print(f"  {path}")
+    return 1 if any(report.spills for _, report in reports) else 0
+
+
+def _row(plan: Plan, step: Step, report: KernelReport) -> list[str]:
+    launch = next(launch for launch in plan.capture(step) if launch.kernel_name == report.name)
+    numbers = [
+        launch.block[0] * launch.block[1] * launch.block[2],
+        report.registers,
+        report.stack_bytes,
+        f"{report.local_loads}/{report.local_stores}",
+        report.static_smem + launch.dynamic_smem,
+        report.tmem_columns or 0,
+        *(report.count(mnemonic) for mnemonic in COUNTED),
+    ]
+    return [step.stage, "x".join(map(str, launch.grid)), *map(str, numbers)]

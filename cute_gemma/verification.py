@@ -1,0 +1,155 @@
+"""Runs a workload's kernels on an input set and judges every stage against the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import functional, jit
+from .config import AttentionConfig
+from .plans import Plan, Step
+from .workloads import OutputCheck, Workload, case_for, check_output
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """One kernel launch. grid and warp_instructions: None on a GPU. seconds: wall-clock, compiling excluded.
+
+    checks: how each tensor the kernel computes compares, of those the reference has.
+    """
+
+    stage: str
+    kernel: str
+    grid: tuple[int, int, int] | None
+    warp_instructions: int | None
+    seconds: float
+    checks: tuple[OutputCheck, ...]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One workload on one input set. checks: the workload's outputs, which alone decide."""
+
+    workload: str
+    inputs: str
+    batch: int
+    seq: int
+    seed: int
+    target: str
+    backend: str
+    schedule: str | None
+    stages: tuple[StageResult, ...]
+    checks: tuple[OutputCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Both rules, for every output."""
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run. target, backend: as in `attention_forward`.
+
+    schedule: of the emulator's asynchronous operations, "lazy", "eager" or "random:SEED".
+    """
+
+    target: str | None = None
+    backend: str = "emulator"
+    schedule: str = "lazy"
+
+
+def plan_forward(inputs: Any, config: AttentionConfig, **options: Any) -> Plan:
+    """047's launches on workloads.ForwardInputs."""
+    numbers = {"softcap": config.softcap, "eps": config.eps, "head_dim": config.head_dim}
+    arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    return functional.plan_attention_forward(**arguments, **numbers, **options)
+
+
+# How to plan a workload: inputs, config, target and backend to a Plan.
+PLANNERS: Mapping[str, Callable[..., Plan]] = {"047": plan_forward}
+
+
+def verify(
+    problem: Workload, name: str, batch: int, seq: int, seed: int = 0, options: Options = Options()
+) -> Verification:
+    """Runs `problem` on the input set `name`, with NaN in all memory that its kernels are to write.
+
+    Raises ValueError for an unknown input set or size, and whatever planning and launching raise.
+    """
+    if problem.number not in PLANNERS:
+        raise ValueError(f"workload: got {problem.number!r}, want one of {', '.join(PLANNERS)}")
+    backend = options.backend
+    inputs = problem.make_inputs(name, batch, seq, seed)
+    device = "cuda" if backend == "cuda" else "cpu"
+    with torch.no_grad():
+        plan = PLANNERS[problem.number](
+            inputs.to(device), problem.config, target=options.target, backend=backend
+        )
+        plan.poison()
+        launches = [_timed_launch(plan, step, options) for step in plan.steps]
+        judge = _Judge(problem, inputs, batch, seq)
+        stages = tuple(
+            StageResult(step.stage, type(step.kernel).__name__, *launched, judge.checks(step.outputs))
+            for step, launched in zip(plan.steps, launches, strict=True)
+        )
+    by_name = {check.name: check for stage in stages for check in stage.checks}
+    return Verification(
+        workload=problem.number,
+        inputs=name,
+        batch=batch,
+        seq=seq,
+        seed=seed,
+        target=plan.target,
+        backend=backend,
+        schedule=options.schedule if backend == "emulator" else None,
+        stages=stages,
+        checks=tuple(by_name[output] for output in problem.outputs),
+    )
+
+
+def _timed_launch(
+    plan: Plan, step: Step, options: Options
+) -> tuple[tuple[int, int, int] | None, int | None, float]:
+    """Grid, warp-instructions and seconds of one step, compiled beforehand."""
+    jit.compile(step.kernel, plan.target)
+    if options.backend == "cuda":
+        start = time.perf_counter()
+        plan.launch(step, backend="cuda")
+        torch.cuda.synchronize()
+        return None, None, time.perf_counter() - start
+    from .emulator import Options as EmulatorOptions
+
+    start = time.perf_counter()
+    reports = plan.launch(step, backend="emulator", emulation=EmulatorOptions(schedule=options.schedule))
+    seconds = time.perf_counter() - start
+    return reports[0].grid, sum(report.warp_instructions for report in reports), seconds
+
+
+class _Judge:
+    """Holds the reference's stages, eager and in float64."""
+
+    def __init__(self, problem: Workload, inputs: Any, batch: int, seq: int) -> None:
+        self.case = case_for(problem.number, batch, seq)
+        self.eager = problem.reference(inputs, problem.config)
+        self.exact = problem.reference(inputs.to(torch.float64), problem.config)
+
+    def checks(self, outputs: Mapping[str, Tensor]) -> tuple[OutputCheck, ...]:
+        """One check for each of `outputs` that is a stage of the reference."""
+        return tuple(
+            check_output(
+                name,
+                tensor.cpu(),
+                getattr(self.eager, name),
+                getattr(self.exact, name),
+                self.case.max_atol,
+                self.case.max_rtol,
+            )
+            for name, tensor in outputs.items()
+            if hasattr(self.eager, name)
+        )
