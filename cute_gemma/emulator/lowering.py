@@ -333,6 +333,12 @@ class Builder:
             self.jumps.setdefault(self.index, []).append(target)
         self.ops.append(Op(number, flags, guard, refs, sub, imm, imm2, target, self.index, ins.line))
 
+    def emit_indexed(self, code: str, index: int, targets: list[ptx.Symbol]) -> None:
+        """A branch to one of `targets`."""
+        found = [self.label(t) for t in targets]
+        self.jumps.setdefault(self.index, []).extend(found)
+        self.emit(code, index, *(LABEL + t for t in found))
+
     def label(self, symbol) -> int:
         """Index of the instruction a label names."""
         if not isinstance(symbol, ptx.Symbol):

@@ -71,6 +71,7 @@ typedef struct Warp {
   Split split[LANES]; int nsplit;   // live lanes; empty when the warp has exited
   int current;                  // index of the split that runs: what an operation that blocks marks
   uint32_t rotate;              // the interpreter's: splits take turns when one uses up its budget
+  const Program *program; const int32_t *refs;      // set by interp_start
   uint32_t live;                // lanes that have not exited
   uint32_t id;                  // index in the CTA
   Cta *cta; Launch *launch;
@@ -104,7 +105,8 @@ typedef enum { RUN_BUDGET, RUN_BLOCKED, RUN_YIELD, RUN_DONE, RUN_FAULT } RunResu
 // Splits run lowest pc first and merge when their pcs meet; a waiting split lets the others go on.
 RunResult interp_run(Warp *w, uint32_t budget);
 void interp_wake(Warp *w, int split);                         // clears split[].wait
-// Starts a warp: bank, pred (npreds words), id, cta, launch and counts are set; fills pc, lanes and special registers.
+// Starts a warp whose bank[0] (reg_bytes, SLOT-aligned), pred (npreds words), id, cta, launch and counts are set: fills
+// bank[1], program, pc, lanes, predicates and special registers.
 typedef struct {
   uint32_t block[3], ctaid[3], clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
 } WarpStart;

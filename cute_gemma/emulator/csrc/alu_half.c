@@ -1,0 +1,114 @@
+// f16 and bf16 arithmetic, one value or two a lane. Operands are exact in double precision, which is wide enough that
+// rounding its result again is the rounding of the exact one; fma rounds to odd first.
+#include <math.h>
+#include "alu.h"
+
+typedef f64 (*Scalar)(f64 a, f64 b, f64 c);
+
+static Status half_op(Warp *w, const Op *op, u32 mask, int sources, Scalar f) {
+  REFS;
+  const u32 sub = op->sub;
+  const FormatId id = sub & FM_BF16 ? FORMAT_BF16 : FORMAT_F16;
+  const int count = sub & FM_X2 ? 2 : 1;
+  ALIGNED_ROW u32 out[LANES];
+  for (int l = 0; l < LANES; l++) {
+    u32 packed = 0;
+    for (int k = 0; k < count; k++) {
+      f64 x[3] = {0, 0, 0};
+      for (int s = 0; s < sources; s++) {
+        x[s] = format_to_f64(ROW(u32, 1 + s)[l] >> 16 * k & 0xffff, id);
+        if (sub & FM_FTZ && id == FORMAT_F16 && fabs(x[s]) < 0x1p-14) x[s] = copysign(0, x[s]);
+      }
+      f64 y = f(x[0], x[1], x[2]);
+      if (sub & FM_SAT) y = y > 0 ? MIN(y, 1.0) : 0.0;
+      if (sub & FM_RELU && y < 0) y = 0;
+      u32 bits = (u32)round_to_format(y, id, sub & (FM_ROUND | FM_SATFINITE));
+      if (sub & FM_FTZ && id == FORMAT_F16 && !(bits & 0x7c00)) bits &= 0x8000;
+      packed |= bits << 16 * k;
+    }
+    out[l] = packed;
+  }
+  write32(ROW(u32, 0), out, mask);
+  return ST_NEXT;
+}
+
+static f64 add(f64 a, f64 b, f64 c) {
+  (void)c;
+  const f64 sum = a + b, bb = sum - a;
+  return round_odd(sum, (a - (sum - bb)) + (b - bb));
+}
+static f64 sub(f64 a, f64 b, f64 c) { return add(a, -b, c); }
+static f64 mul(f64 a, f64 b, f64 c) { (void)c; return a * b; }        // 22 significant bits at most: exact
+static f64 fma_half(f64 a, f64 b, f64 c) { return add(a * b, c, 0); }
+static f64 ex2(f64 a, f64 b, f64 c) { (void)b; (void)c; return exp2(a); }
+static f64 tanh_half(f64 a, f64 b, f64 c) { (void)b; (void)c; return tanh(a); }
+
+Status op_ADD_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 2, add); }
+Status op_SUB_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 2, sub); }
+Status op_MUL_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 2, mul); }
+Status op_FMA_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 3, fma_half); }
+
+// PTX ISA: ex2.approx.ftz.bf16 has a relative error of 2^-7, ex2.approx.f16 of 2^-9.9; tanh.approx an absolute one of
+// 2^-8 (bf16) and 2^-10.987 (f16). Rounding the exact value stays well within; the edge is a step of one unit away.
+static Status half_approx(Warp *w, const Op *op, u32 mask, Scalar f) {
+  REFS;
+  ALIGNED_ROW u32 out[LANES];
+  Op plain = *op;
+  plain.sub &= ~(u32)FM_EDGE;
+  if (!(op->sub & FM_EDGE)) return half_op(w, &plain, mask, 1, f);
+  u32 *d = ROW(u32, 0);
+  ALIGNED_ROW u32 source[LANES];
+  memcpy(source, ROW(u32, 1), sizeof source);
+  memcpy(out, d, sizeof out);
+  half_op(w, &plain, FULL, 1, f);
+  const u32 infinity = op->sub & FM_BF16 ? 0x7f80 : 0x7c00;
+  for (int l = 0; l < LANES; l++) {
+    if (!(mask >> l & 1)) { d[l] = out[l]; continue; }
+    for (int k = 0; k < (op->sub & FM_X2 ? 2 : 1); k++) {
+      const u32 v = d[l] >> 16 * k & 0x7fff, up = source[l] * 0x9e3779b1u >> (31 - k) & 1;
+      if (v == 0 || v >= infinity - 1) continue;
+      d[l] += up ? 1u << 16 * k : 0u - (1u << 16 * k);
+    }
+  }
+  return ST_NEXT;
+}
+Status op_EX2_HALF(Warp *w, const Op *op, u32 mask) { return half_approx(w, op, mask, ex2); }
+Status op_TANH_HALF(Warp *w, const Op *op, u32 mask) { return half_approx(w, op, mask, tanh_half); }
+
+static u32 extremum(u32 a, u32 b, int max, u32 sub) {
+  const u32 infinity = sub & FM_BF16 ? 0x7f80 : 0x7c00, least = sub & FM_BF16 ? 0x80 : 0x400;
+  if (sub & FM_FTZ) { if ((a & 0x7fff) < least) a &= 0x8000; if ((b & 0x7fff) < least) b &= 0x8000; }
+  const u32 sign = (a ^ b) & 0x8000;
+  if (sub & FM_XORSIGN) { a &= 0x7fff; b &= 0x7fff; }
+  const int a_nan = (a & 0x7fff) > infinity, b_nan = (b & 0x7fff) > infinity;
+  u32 v;
+  if (a_nan || b_nan) {
+    if (sub & FM_NAN || (a_nan && b_nan)) return 0x7fff;
+    v = a_nan ? b : a;
+  } else {
+    const s32 x = a & 0x8000 ? -(s32)(a & 0x7fff) - 1 : (s32)a, y = b & 0x8000 ? -(s32)(b & 0x7fff) - 1 : (s32)b;
+    v = max == (x > y) ? a : b;
+  }
+  return sub & FM_XORSIGN ? v | sign : v;
+}
+
+static Status half_bits(Warp *w, const Op *op, u32 mask, int kind) {       // 0 min, 1 max, 2 abs, 3 neg
+  REFS;
+  ALIGNED_ROW u32 out[LANES];
+  for (int l = 0; l < LANES; l++) {
+    out[l] = 0;
+    for (int k = 0; k < (op->sub & FM_X2 ? 2 : 1); k++) {
+      const u32 a = ROW(u32, 1)[l] >> 16 * k & 0xffff;
+      u32 v = kind == 2 ? a & 0x7fff : a ^ 0x8000;
+      if (kind < 2) v = extremum(a, ROW(u32, 2)[l] >> 16 * k & 0xffff, kind, op->sub);
+      else if ((v & 0x7fff) > (op->sub & FM_BF16 ? 0x7f80u : 0x7c00u)) v = 0x7fff;
+      out[l] |= v << 16 * k;
+    }
+  }
+  write32(ROW(u32, 0), out, mask);
+  return ST_NEXT;
+}
+Status op_MIN_HALF(Warp *w, const Op *op, u32 mask) { return half_bits(w, op, mask, 0); }
+Status op_MAX_HALF(Warp *w, const Op *op, u32 mask) { return half_bits(w, op, mask, 1); }
+Status op_ABS_HALF(Warp *w, const Op *op, u32 mask) { return half_bits(w, op, mask, 2); }
+Status op_NEG_HALF(Warp *w, const Op *op, u32 mask) { return half_bits(w, op, mask, 3); }
