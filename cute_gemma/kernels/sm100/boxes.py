@@ -71,11 +71,19 @@ class WarpBoxes:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 
+    def fill(self, pairs: list) -> None:
+        """Put a row's pairs into as many boxes as they take, ready for `store`."""
+        self.reclaim()
+        for at in range(0, len(pairs), PAIRS):
+            box, vector = divmod(at // PAIRS, VECTORS)
+            self.write(box, vector, pairs[at : at + PAIRS])
+        self.publish()
+
     def store(self, tma, targets) -> None:
-        """Store box i to `targets[i]` = (row, column) in boxes of the output, all as one bulk group."""
+        """Store box i to `targets[i]` = (row, column, ...) in boxes of the output, all as one bulk group."""
         shared, tiles = self._partition(tma)
-        for box, (row, column) in enumerate(targets):
-            cute.copy(tma.atom, shared[None, self.first + box], tiles[None, row, column])
+        for box, target in enumerate(targets):
+            cute.copy(tma.atom, shared[None, self.first + box], tiles[(None, *target)])
         cute.arch.cp_async_bulk_commit_group()
 
     def load(self, tma, sources, first_box: int, barrier) -> None:
@@ -89,7 +97,7 @@ class WarpBoxes:
         cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def _partition(self, tma):
-        tiles = cute.local_tile(tma.tensor, (BOX_ROWS, BOX_COLUMNS), (None, None))
+        tiles = cute.local_tile(tma.tensor, (BOX_ROWS, BOX_COLUMNS), (None,) * cute.rank(tma.tensor))
         return cpasync.tma_partition(
             tma.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(tiles, 0, 2))
 

@@ -250,6 +250,7 @@ class PersistentGemm:
             block=(THREADS, 1, 1),
             cluster=(ctas, 1, 1),
             stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas holds registers down, and spills
             use_pdl=True,
         )
 

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.schedule import Section, plan
 from cute_gemma.kernels.sm100.gemm import BLOCK_K, GemmTuning, PersistentGemm, Workspace
-from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS, PAIRS, VECTORS
+from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,5 @@ class OutputProjection(PersistentGemm):
         per_tile = self.tuning.tile_n // BOX_COLUMNS
         for first in cutlass.range_constexpr(0, per_tile, self.boxes):
             count = min(self.boxes, per_tile - first)
-            boxes.reclaim()
-            for box in cutlass.range_constexpr(count):
-                for vector in cutlass.range_constexpr(VECTORS):
-                    at = (first + box) * BOX_COLUMNS // 2 + vector * PAIRS
-                    boxes.write(box, vector, pairs[at : at + PAIRS])
-            boxes.publish()
+            boxes.fill(pairs[first * BOX_COLUMNS // 2 : (first + count) * BOX_COLUMNS // 2])
             boxes.store(tma.out, [(box_row, unit.n * per_tile + first + box) for box in range(count)])

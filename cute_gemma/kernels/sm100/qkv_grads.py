@@ -27,10 +27,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.schedule import Section, plan
+from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm100.gemm import BLOCK_K, EPILOGUE_WARPS, WARP, GemmTuning, PersistentGemm, TmaTensor, Workspace
 from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning, chunk_rows
-from cute_gemma.kernels.sm100.store import BOX_COLUMNS, BOX_ROWS, VECTOR
-from cute_gemma.kernels.sm100.tmem import CHUNK
 
 WGRAD, DGRAD = 0, 1  # kinds of tile, and the numbers of their sections
 BLOCK_M = 128  # rows of A a CTA owns
@@ -263,33 +262,26 @@ class QkvGradients(PersistentGemm):
                         tma.grad_norms[side][column] = total
 
     @cute.jit
-    def epilogue(self, rows, unit, io, row):
-        """Round to bf16 and store, 64 columns a box."""
-        tma, _, store = io
-        commit = store.commit
+    def epilogue(self, pairs, unit, index, io, row):
+        """Store the row, as many boxes at a time as the warp has, to the matrix that its block belongs to."""
+        tma, _, boxes = io
         block = unit.m * self.tuning.ctas + row // BLOCK_M
         box = row % BLOCK_M // BOX_ROWS
-        for column in cutlass.range_constexpr(0, self.tuning.tile_n, store.count * BOX_COLUMNS):
-            boxes = min(store.count, (self.tuning.tile_n - column) // BOX_COLUMNS)
-            store.begin()
-            for chunk in cutlass.range_constexpr(boxes * BOX_COLUMNS // CHUNK):
-                values = rows.read(column // CHUNK + chunk)
-                rounded = cute.make_rmem_tensor(CHUNK, BFloat16)
-                rounded.store(values.load().to(BFloat16))
-                for vector in cutlass.range_constexpr(CHUNK // VECTOR):
-                    at = chunk * CHUNK + vector * VECTOR
-                    store.write(at // BOX_COLUMNS, at % BOX_COLUMNS, cute.local_tile(rounded, (VECTOR,), (vector,)))
-            first = (unit.n * self.tuning.tile_n + column) // BOX_COLUMNS
+        per_tile = self.tuning.tile_n // BOX_COLUMNS
+        for first in cutlass.range_constexpr(0, per_tile, self.boxes):
+            count = min(self.boxes, per_tile - first)
+            columns = [unit.n * per_tile + first + i for i in range(count)]
+            boxes.fill(pairs[first * BOX_COLUMNS // 2 : (first + count) * BOX_COLUMNS // 2])
             if unit.section == WGRAD:
                 for side in cutlass.range_constexpr(3):
                     begin, end = self.side_range(side, BLOCK_M)
                     if block >= begin and block < end:
                         box_row = (block - begin) * (BLOCK_M // BOX_ROWS) + box
-                        commit(tma.grad_weights[side], [(box_row, first + i) for i in range(boxes)])
+                        boxes.store(tma.grad_weights[side], [(box_row, column) for column in columns])
             else:
                 blocks = cute.ceil_div(tma.seq, BLOCK_M)
                 box_row = block % blocks * (BLOCK_M // BOX_ROWS) + box
-                commit(tma.grad_hidden, [(box_row, first + i, block // blocks) for i in range(boxes)])
+                boxes.store(tma.grad_hidden, [(box_row, column, block // blocks) for column in columns])
 
 
 def transposed(tensor):
