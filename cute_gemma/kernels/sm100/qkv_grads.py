@@ -26,6 +26,7 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from cute_gemma.jit.signature import Signature, TensorArg
+from cute_gemma.kernels.common.filled_schedule import plan_filled
 from cute_gemma.kernels.common.schedule import Section, plan
 from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm100.gemm import BLOCK_K, EPILOGUE_WARPS, WARP, GemmTuning, PersistentGemm, TmaTensor, Workspace
@@ -177,7 +178,10 @@ class QkvGradients(PersistentGemm):
         columns = sum(self.side_heads) * self.head_dim
         wgrad = Section(cute.ceil_div(columns, BLOCK_M * ctas), n_tiles, batch * cute.ceil_div(seq, BLOCK_K))
         dgrad = Section(cute.ceil_div(batch * cute.ceil_div(seq, BLOCK_M), ctas), n_tiles, columns // BLOCK_K)
-        schedule = plan((wgrad, dgrad), self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
+        if cutlass.const_expr(self.tuning.stream_k):
+            schedule = plan((wgrad, dgrad), self.tuning.workers, self.tuning.group_m, True)
+        else:
+            schedule = plan_filled(wgrad, dgrad, self.tuning.workers, self.tuning.group_m)
         workspace = Workspace(*arguments[14:16]) if cutlass.const_expr(self.tuning.stream_k) else None
         self.launch(tma, schedule, workspace, arguments[-1])
 

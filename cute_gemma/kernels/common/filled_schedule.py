@@ -1,0 +1,82 @@
+"""A persistent schedule of two sections of whole tiles, the first with the longer sums.
+
+Round-robin would give a second long tile, or a long and a short one, to workers while others sit idle. Here long tiles
+go round first; then the workers that got one fewer fill up with short tiles, `rounds` of them each, about as many as
+a long tile takes; from there on everybody takes short tiles in turn. With W workers, n long tiles and b = n mod W the
+short tiles are numbered
+
+    rounds 0 .. rounds - 1:  workers b .. W - 1, then
+    all later rounds:        workers b .. W - 1, 0 .. b - 1
+
+so that a worker's units are again a closed formula of its number. It is the greedy longest-first order for two
+lengths, whose end times differ by a tile at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32
+
+from cute_gemma.kernels.common.schedule import Section, TileSchedule, Unit, clamp, select
+
+
+@dataclass(frozen=True)
+class FilledSchedule(TileSchedule):
+    """The device's view; built by `plan_filled`. rounds: short tiles that stand for a long one."""
+
+    rounds: Any
+
+    def unit_count(self, worker):
+        """How many units a worker computes."""
+        return self._long_count(worker) + self._short_count(worker)
+
+    def unit(self, worker, index):
+        """Unit number `index` of a worker."""
+        long_count = self._long_count(worker)
+        is_long = index < long_count
+        short_tile = self.sections[0].tiles + self._short_tile(worker, index - long_count)
+        tile = select(is_long, index * self.workers + worker, short_tile)
+        section, in_section, k_blocks = self._locate(tile)
+        m, n = self._place(section, in_section)
+        return Unit(tile, section, m, n, Int32(0), k_blocks, worker, Int32(1))
+
+    @property
+    def _busy(self):
+        """Workers with one long tile more than the others: 0 .. busy - 1."""
+        return self.sections[0].tiles % self.workers
+
+    def _long_count(self, worker):
+        return self.sections[0].tiles // self.workers + select(worker < self._busy, 1, 0)
+
+    def _short_tile(self, worker, index):
+        """Number of a worker's short tile among the short ones."""
+        free = self.workers - self._busy
+        filling = index * free + worker - self._busy
+        later = self.rounds * free + (index - self.rounds) * self.workers + worker - self._busy
+        after_long = self.rounds * free + index * self.workers + free + worker
+        return select(worker < self._busy, after_long, select(index < self.rounds, filling, later))
+
+    def _short_count(self, worker):
+        free, tiles = self.workers - self._busy, self.sections[1].tiles
+        filling = clamp((tiles - (worker - self._busy) + free - 1) // free, self.rounds)
+        first = self.rounds * free + worker + select(worker < self._busy, free, -self._busy)
+        later = cutlass.max((tiles - first + self.workers - 1) // self.workers, 0)
+        return later + select(worker < self._busy, 0, filling)
+
+
+def plan_filled(long: Section, short: Section, max_workers: int, group_m: int) -> FilledSchedule:
+    """Any two sections will do; the order pays when `long` has the more k blocks."""
+    tiles = long.tiles + short.tiles
+    return FilledSchedule(
+        sections=(long, short),
+        workers=cutlass.min(tiles, max_workers),
+        tiles=tiles,
+        split_tiles=Int32(0),
+        split_blocks=Int32(0),
+        group_m=group_m,
+        splits=False,
+        rounds=long.k_blocks // short.k_blocks,
+    )
