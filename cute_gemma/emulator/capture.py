@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import functools
 import re
 import tempfile
 import threading
@@ -283,7 +284,20 @@ def export_object(compiled: Any, name: str) -> tuple[bytes, str, bool]:
             path = Path(scratch) / "host.o"
             compiled.export_to_c(str(path), function_name=name)
             return path.read_bytes(), f"__tvm_ffi_{name}", False
+    _load_dsl_runtime()
     return compiled.dump_to_object(name), f"_mlir_{name}__mlir_ciface_{compiled.function_name}", True
+
+
+@functools.lru_cache(maxsize=1)
+def _load_dsl_runtime() -> None:
+    """Makes the DSL's runtime known to its exporter, which resolves symbols although it only writes a file. Compiling for
+    this machine's GPU does so in passing; cross-compiling does not."""
+    from cutlass._mlir import execution_engine, ir
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    with ir.Context(), ir.Location.unknown():
+        module = ir.Module.parse("module {}")
+        execution_engine.ExecutionEngine(module, opt_level=0, shared_libs=find_runtime_libraries(enable_tvm_ffi=False))
 
 
 _libraries: dict[Path, ctypes.CDLL] = {}

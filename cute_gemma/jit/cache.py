@@ -144,8 +144,13 @@ def _source_of(name: str) -> Path | None:
 
 @lru_cache(maxsize=1)
 def _installed_folders() -> tuple[Path, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    return tuple({Path(sysconfig.get_path(name)).resolve() for name in names})
+    """The standard library's folders and those that an installer keeps: they hold metadata of distributions."""
+    folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for entry in filter(None, sys.path):
+        path = Path(entry)
+        if path.is_dir() and any(path.glob("*.dist-info")):
+            folders.add(path.resolve())
+    return tuple(folders)
 
 
 class Entry:

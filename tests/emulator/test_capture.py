@@ -154,6 +154,23 @@ def test_the_default_calling_convention_is_captured_too():
         assert torch.equal(y, x * factor)
 
 
+def test_cross_compiled_functions_are_captured(tmp_path):
+    """In a process of its own: nothing else has loaded the DSL's runtime there."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import torch, cuda.bindings.driver as cuda\nfrom cutlass import Float32\n"
+        "from cute_gemma.emulator.capture import capture_launches, compile\n"
+        "from test_capture import Scale, fake_stream, fake_vector\n"
+        "for target in ('sm_90a', 'sm_100a'):\n"
+        "    compiled = compile(Scale(), fake_vector(), fake_vector(), Float32(0), fake_stream(''), target=target)\n"
+        "    (launch,) = capture_launches(compiled, torch.zeros(5), torch.zeros(5), Float32(1), cuda.CUstream(0))\n"
+        "    assert f'.target {target}' in launch.ptx\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_launches_come_in_order_with_clusters_shared_memory_and_pdl(chain):
     first, second = capture_launches(chain, torch.zeros(8), 5)
     assert (first.grid, first.block, first.cluster) == ((4, 3, 1), (64, 1, 1), (2, 1, 1))
