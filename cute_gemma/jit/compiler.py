@@ -29,6 +29,8 @@ from cute_gemma.jit.target import Target, resolve_target
 _FUNCTION = "cute_gemma_kernel"
 _ENTRY = f"__tvm_ffi_{_FUNCTION}"
 _OBJECT, _PTX, _CUBIN = "host.o", "kernel.ptx", "kernel.cubin"
+# Source lines cost nothing at run time (the machine code is the same) and let the emulator's reports name them.
+_OPTIONS = "--enable-tvm-ffi --generate-line-info"
 # PTX and ptxas of CUDA 13, whose tcgen05 code the kernels are verified with.
 _WANTED_CUDA_MAJOR = 13
 
@@ -94,7 +96,7 @@ def compile(kernel: Any, target: str | None = None, *, options: str = "") -> Com
     """Compiles `kernel`, a frozen dataclass with `signature()` and a `@cute.jit` host entry, for `target` (default: the
     emulated one), or takes it from memory or disk.
 
-    options: further command-line style options of the compiler, such as "--generate-line-info".
+    options: further command-line style options of the compiler, such as "--opt-level 2".
 
     Raises UnsupportedTargetError for an unknown target, TypeError for a kernel field without a stable description, and
     what the compiler raises.
@@ -147,7 +149,7 @@ def _compile(kernel: Any, target: Target, options: str) -> dict[str, bytes]:
     with _compile_lock:
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         arguments = (*fake_arguments(kernel.signature()), stream)
-        compiled = compile_keeping_ptx(kernel, *arguments, target=target.name, options=f"--enable-tvm-ffi {options}")
+        compiled = compile_keeping_ptx(kernel, *arguments, target=target.name, options=f"{_OPTIONS} {options}")
         object_code, entry, _ = export_object(compiled, _FUNCTION)
     ptx, cubin = compiled.artifacts.PTX, compiled.artifacts.CUBIN
     if entry != _ENTRY:
