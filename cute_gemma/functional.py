@@ -7,8 +7,6 @@ batch, which is read where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -134,7 +132,7 @@ def plan_attention_forward(
         "q_norm_weight": q_norm_weight,
         "k_norm_weight": k_norm_weight,
     }
-    return forward_plan(inputs, mask, config, _resolve_target(target, backend, device))
+    return forward_plan(inputs, mask, config, resolve_call_target(target, backend, device))
 
 
 def attention(
@@ -183,10 +181,10 @@ def plan_attention(
     if heads % kv_heads:
         raise ValueError(f"k: got {kv_heads} heads, want a divisor of q's {heads}")
     config = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, softcap=softcap, scale=scale)
-    return attention_plan(q, k, v, mask, config, _resolve_target(target, backend, q.device))
+    return attention_plan(q, k, v, mask, config, resolve_call_target(target, backend, q.device))
 
 
-def _resolve_target(target: str | None, backend: str | None, device: torch.device) -> str:
+def resolve_call_target(target: str | None, backend: str | None, device: torch.device) -> str:
     """The target's name, once `backend` is known to fit the tensors' device."""
     wanted = BACKENDS[device.type]
     if backend not in (None, *BACKENDS.values()):
@@ -196,6 +194,6 @@ def _resolve_target(target: str | None, backend: str | None, device: torch.devic
     return jit.resolve_target(target, device).name
 
 
-def _run(plan: Plan, backend: str | None, launch: Callable | None = None) -> Tensor:
+def _run(plan: Plan, backend: str | None) -> Tensor:
     plan.run(backend=backend)
     return plan.output
