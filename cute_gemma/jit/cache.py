@@ -24,7 +24,8 @@ from typing import Any
 from cute_gemma.emulator.build import cache_dir, cpu_identity, file_lock
 
 FORMAT = 1
-# Shape the generated code from outside the kernel's own imports.
+# The modules of these packages that shape the generated code; the others run it or keep it.
+_OWN_PACKAGES = ("cute_gemma.jit", "cute_gemma.emulator")
 _OWN_MODULES = ("cute_gemma.jit.compiler", "cute_gemma.jit.signature")
 
 
@@ -103,7 +104,8 @@ def source_digests(module: str) -> dict[str, str]:
     pending = [module, *_OWN_MODULES]
     while pending:
         name = pending.pop()
-        if name in digests or (path := _source_of(name)) is None:
+        own = any(name == package or name.startswith(f"{package}.") for package in _OWN_PACKAGES)
+        if name in digests or (own and name not in _OWN_MODULES) or (path := _source_of(name)) is None:
             continue
         content = path.read_bytes()
         digests[name] = hashlib.sha256(content).hexdigest()
