@@ -80,20 +80,22 @@ typedef void (*KernelF32)(f32 *out, const f32 *const *in);
 static void run_modified_f32(Warp *w, const Op *op, u32 mask, int sources, int lanes, KernelF32 kernel);
 #define F_KERNEL(name, n, loads, expr)                                            \
   static __attribute__((noinline)) void kernel_##name(f32 *out, const f32 *const *in) { \
+    const f32 *pa = in[0], *pb = in[1], *pc = in[2];                              \
+    (void)pb; (void)pc;                                                           \
     _Pragma("GCC ivdep") for (int l = 0; l < n; l++) { loads f32 v = (expr); out[l] = v == v ? v : f32_bits(CANONICAL_NAN); } \
   }
 #define F_OP(name, n, sources)                                                    \
   Status op_##name(Warp *w, const Op *op, u32 mask) {                             \
     if (op->sub || mask != FULL) { run_modified_f32(w, op, mask, sources, n, kernel_##name); return ST_NEXT; } \
     REFS;                                                                         \
-    const f32 *in[3];                                                             \
+    const f32 *in[3] = {0};                                                       \
     for (int k = 0; k < sources; k++) in[k] = ROW(f32, k + 1);                    \
     kernel_##name(ROW(f32, 0), in);                                               \
     return ST_NEXT;                                                               \
   }
-#define LOAD1 const f32 a = in[0][l];
-#define LOAD2 LOAD1 const f32 b = in[1][l];
-#define LOAD3 LOAD2 const f32 c = in[2][l];
+#define LOAD1 const f32 a = pa[l];
+#define LOAD2 LOAD1 const f32 b = pb[l];
+#define LOAD3 LOAD2 const f32 c = pc[l];
 #define F1(name, expr) F_KERNEL(name, 32, LOAD1, expr) F_OP(name, 32, 1)
 #define F2(name, expr) F_KERNEL(name, 32, LOAD2, expr) F_OP(name, 32, 2)
 #define F3(name, expr) F_KERNEL(name, 32, LOAD3, expr) F_OP(name, 32, 3)
@@ -104,12 +106,14 @@ typedef void (*KernelF64)(f64 *out, const f64 *const *in);
 static void run_f64(Warp *w, const Op *op, u32 mask, int sources, KernelF64 kernel);
 #define D_KERNEL(name, sources, loads, expr)                                      \
   static __attribute__((noinline)) void kernel_##name(f64 *out, const f64 *const *in) { \
+    const f64 *pa = in[0], *pb = in[1], *pc = in[2];                              \
+    (void)pb; (void)pc;                                                           \
     LANE_LOOP { loads out[l] = (expr); }                                          \
   }                                                                               \
   Status op_##name(Warp *w, const Op *op, u32 mask) { run_f64(w, op, mask, sources, kernel_##name); return ST_NEXT; }
-#define LOADD1 const f64 a = in[0][l];
-#define LOADD2 LOADD1 const f64 b = in[1][l];
-#define LOADD3 LOADD2 const f64 c = in[2][l];
+#define LOADD1 const f64 a = pa[l];
+#define LOADD2 LOADD1 const f64 b = pb[l];
+#define LOADD3 LOADD2 const f64 c = pc[l];
 #define D1(name, expr) D_KERNEL(name, 1, LOADD1, expr)
 #define D2(name, expr) D_KERNEL(name, 2, LOADD2, expr)
 #define D3(name, expr) D_KERNEL(name, 3, LOADD3, expr)
@@ -136,15 +140,17 @@ static void write_compare(Warp *w, const Op *op, u32 mask, u32 t);
     return ST_NEXT;                                                               \
   }
 #define OP(name)
+#define CONTROL(name)
 #include "alu.def"
 #undef OP
+#undef CONTROL
 
 // Plain, masked, flushed, directed and saturated forms.
 static void run_modified_f32(Warp *w, const Op *op, u32 mask, int sources, int lanes, KernelF32 kernel) {
   REFS;
   const u32 sub = op->sub;
   ALIGNED_ROW f32 copy[3][64], out[64];
-  const f32 *in[3];
+  const f32 *in[3] = {0};
   for (int k = 0; k < sources; k++) {
     in[k] = ROW(f32, k + 1);
     if (sub & FM_FTZ) {
@@ -167,7 +173,7 @@ static void run_modified_f32(Warp *w, const Op *op, u32 mask, int sources, int l
 static void run_f64(Warp *w, const Op *op, u32 mask, int sources, KernelF64 kernel) {
   REFS;
   ALIGNED_ROW f64 out[LANES];
-  const f64 *in[3];
+  const f64 *in[3] = {0};
   for (int k = 0; k < sources; k++) in[k] = ROW(f64, k + 1);
   if (op->sub & FM_ROUND) {
     u32 old = round_enter(op->sub & FM_ROUND);

@@ -10,8 +10,10 @@ typedef float f32; typedef double f64;
 typedef Status (*OpFn)(Warp *w, const Op *op, u32 mask);
 extern const OpFn op_table[OP_COUNT];
 #define OP(name) Status op_##name(Warp *w, const Op *op, u32 mask);
+#define CONTROL(name)
 #include "alu.def"
 #undef OP
+#undef CONTROL
 
 // Modifiers in Op.sub, as lowering_alu.py packs them.
 enum {

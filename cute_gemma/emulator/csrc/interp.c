@@ -3,10 +3,12 @@
 #include "alu.h"
 
 #define OP(name) op_##name,
+#define CONTROL(name) 0,
 const OpFn op_table[OP_COUNT] = {
 #include "alu.def"
   0,
 #undef OP
+#undef CONTROL
 #define OP(name) engine_exec,
 #include "engine.def"
 };
