@@ -1,0 +1,53 @@
+// Happens-before checks: vector clocks in the manner of FastTrack (Flanagan and Freund, PLDI 2009), with a second clock
+// for what has been made visible to the async proxy (PTX ISA, "Memory Consistency Model: Proxies").
+#ifndef CUTE_GEMMA_HAZARD_H
+#define CUTE_GEMMA_HAZARD_H
+#include "engine.h"
+
+#define ALL16 0xffffu
+
+static inline uint32_t *clock_g(const Cluster *c, ClockId id) { return c->clocks + (size_t)id * c->stride; }
+static inline uint32_t *clock_a(const Cluster *c, ClockId id) { return clock_g(c, id) + c->comp_cap; }
+static inline uint32_t warp_comp(const Warp *w, uint32_t kind) {
+  return kind * w->cta->cluster->nwarps + state(w)->index;
+}
+static inline uint32_t pipe_comp(const Cta *cta) { return C_PER_WARP * cta->cluster->nwarps + cta->rank; }
+static inline uint32_t grid_comp(const Cluster *c) { return C_PER_WARP * c->nwarps + c->launch->cluster_size; }
+static inline int generic_comp(const Cluster *c, uint32_t comp) { return comp < 2 * c->nwarps; }
+
+int clocks_init(Cluster *c);
+void clocks_reset(Cluster *c);
+ClockId clock_new(Cluster *c);                            // all zero
+void clock_free(Cluster *c, ClockId id);
+void clock_join(Cluster *c, ClockId into, ClockId from);
+ClockId clock_snapshot(Warp *w);                          // NO_CLOCK with hazards off
+uint16_t comp_new(Cluster *c);
+void clock_publish(Warp *w);                              // later accesses of the warp are not part of what it released
+void clock_release(Warp *w, ClockId into);                // into |= warp's clock, then publish
+void clock_acquire(Warp *w, ClockId from);
+void clock_proxy_fence(Warp *w);
+
+Agent agent_of(Warp *w, const Op *op);                    // the warp's own accesses through the generic proxy
+int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x);
+int smem_touch(Cta *cta, uint32_t offset, uint32_t bytes, int write, const Agent *x);     // 0: it faulted
+int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint32_t mask, int write, const Agent *x);
+void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size);
+int warp_ordered(Warp *w, uint32_t comp, uint32_t epoch);  // 1 with hazards off
+
+// One shadow entry. The common cases are decided here: the same agent again, or an earlier access that is ordered.
+static inline int shadow_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
+  if (s->gen == cta->gen && !s->more && !s->barrier && s->wcomp == x->comp && s->wepoch == x->epoch) {
+    if (write && !(s->rmask & mask)) {
+      s->wmask |= (uint16_t)mask;
+      s->init |= (uint16_t)mask;
+      s->wline = x->line;
+      return 1;
+    }
+    if (!write && s->rmask && s->rcomp == x->comp && s->repoch == x->epoch && !(mask & ~s->init)) {
+      s->rmask |= (uint16_t)mask;
+      return 1;
+    }
+  }
+  return shadow_slow(cta, s, mask, write, x);
+}
+#endif
