@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .config import AttentionConfig, preset
     from .functional import attention, attention_forward
+    from .functional_backward import qkv_backward, rope_backward
+    from .reference import QKVGradients
 
 __version__ = "0.1.0"
 
@@ -19,9 +21,20 @@ _HOME = {
     "preset": "config",
     "attention": "functional",
     "attention_forward": "functional",
+    "QKVGradients": "reference",
+    "qkv_backward": "functional_backward",
+    "rope_backward": "functional_backward",
 }
 
-__all__ = ["AttentionConfig", "attention", "attention_forward", "preset"]
+__all__ = [
+    "AttentionConfig",
+    "QKVGradients",
+    "attention",
+    "attention_forward",
+    "preset",
+    "qkv_backward",
+    "rope_backward",
+]
 
 
 def __getattr__(name: str):

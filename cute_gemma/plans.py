@@ -38,11 +38,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches in order. output: what the caller gets. workspace: the memory behind all that lies between."""
+    """Launches in order. output: what the caller gets, a tensor or a tuple of them. workspace: the memory behind
+    all that lies between."""
 
     target: str
     steps: tuple[Step, ...]
-    output: Tensor
+    output: Tensor | tuple[Tensor, ...]
     workspace: Workspace
 
     def launch(self, step: Step, **options: Any) -> Any:
@@ -61,7 +62,8 @@ class Plan:
 
     def poison(self) -> None:
         """Fills the output and the workspace with NaN, so that what no kernel writes shows."""
-        self.output.fill_(math.nan)
+        for tensor in (self.output,) if isinstance(self.output, Tensor) else self.output:
+            tensor.fill_(math.nan)
         self.workspace.poison()
 
 
@@ -106,7 +108,7 @@ class Workspace:
 
 
 @dataclass
-class _Builder:
+class PlanBuilder:
     """Collects launches whose tensors may be names of workspace slots, then allocates once."""
 
     target: str
@@ -132,7 +134,7 @@ class _Builder:
                 )
         self.launches.append((stage, kernel, given, outputs))
 
-    def build(self, output: Tensor) -> Plan:
+    def build(self, output: Tensor | tuple[Tensor, ...]) -> Plan:
         """The plan, its workspace allocated."""
         slots = self.workspace.allocate()
 
@@ -155,7 +157,7 @@ def attention_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, config: AttentionConfig, target: str
 ) -> Plan:
     """Attention alone: q [B, S, H, D], k and v [B, S, KV, D] to a new [B, S, H, D]."""
-    builder = _Builder(target, Workspace(q.device))
+    builder = PlanBuilder(target, Workspace(q.device))
     kernels = _forward_kernels(config, target)
     out = torch.empty_like(q)
     scan = _add_mask_scan(builder, kernels, mask)
@@ -174,7 +176,7 @@ def forward_plan(
     hidden_states = inputs["hidden_states"]
     batch, seq, _ = hidden_states.shape
     workspace = Workspace(hidden_states.device)
-    builder = _Builder(target, workspace)
+    builder = PlanBuilder(target, workspace)
     slots = {
         name: workspace.request(name, torch.bfloat16, (batch, seq, heads, config.head_dim))
         for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads))
@@ -200,7 +202,7 @@ def _forward_kernels(config: AttentionConfig, target: str) -> ForwardKernels:
     return kernels
 
 
-def _add_mask_scan(builder: _Builder, kernels: ForwardKernels, mask: Tensor | str | None) -> dict:
+def _add_mask_scan(builder: PlanBuilder, kernels: ForwardKernels, mask: Tensor | str | None) -> dict:
     """The pre-pass over a mask tensor; returns what the attention kernel takes of it, by argument name."""
     if not isinstance(mask, Tensor):
         return {}
@@ -208,7 +210,7 @@ def _add_mask_scan(builder: _Builder, kernels: ForwardKernels, mask: Tensor | st
 
 
 def _add_attention(
-    builder: _Builder,
+    builder: PlanBuilder,
     kernels: ForwardKernels,
     config: AttentionConfig,
     mask: Tensor | str | None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import functional, jit
+from . import functional, functional_backward, jit
 from .config import AttentionConfig
 from .plans import Plan, Step
 from .workloads import OutputCheck, Workload, case_for, check_output
@@ -71,8 +71,13 @@ def plan_forward(inputs: Any, config: AttentionConfig, **options: Any) -> Plan:
     return functional.plan_attention_forward(**arguments, **numbers, **options)
 
 
+def plan_backward(inputs: Any, config: AttentionConfig, **options: Any) -> Plan:
+    """051's launches on workloads.BackwardInputs."""
+    return functional_backward.plan_qkv_backward(**inputs.tensors(), **options)
+
+
 # How to plan a workload: inputs, config, target and backend to a Plan.
-PLANNERS: Mapping[str, Callable[..., Plan]] = {"047": plan_forward}
+PLANNERS: Mapping[str, Callable[..., Plan]] = {"047": plan_forward, "051": plan_backward}
 
 
 def verify(

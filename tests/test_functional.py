@@ -287,9 +287,9 @@ def test_a_gpu_without_kernels_is_named(monkeypatch):
     with pytest.raises(
         UnsupportedTargetError, match=r"Some GPU, compute capability 8\.0\); supported: 10\.0"
     ):
-        functional._resolve_target(None, None, torch.device("cuda", 0))
+        functional.resolve_call_target(None, None, torch.device("cuda", 0))
     with pytest.raises(UnsupportedTargetError, match=r"sm_100a needs a GPU of compute capability 10\.0"):
-        functional._resolve_target("sm_100a", None, torch.device("cuda", 0))
+        functional.resolve_call_target("sm_100a", None, torch.device("cuda", 0))
 
 
 def test_a_rejected_call_leaves_its_arguments_alone():

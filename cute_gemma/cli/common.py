@@ -16,7 +16,7 @@ def positive(text: str) -> int:
 
 def add_common(command: argparse.ArgumentParser) -> None:
     """The workload, --target and --traceback."""
-    command.add_argument("workload", help='"047" (attention forward)')
+    command.add_argument("workload", help='"047" (attention forward) or "051" (QKV backward)')
     command.add_argument(
         "--target", help="architecture to compile for (default: the device's; emulated: sm_100a)"
     )

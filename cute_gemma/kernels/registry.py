@@ -26,6 +26,32 @@ class ForwardKernels:
     output_projection: Callable[[AttentionConfig, int], Any]
 
 
+@dataclass(frozen=True)
+class BackwardKernels:
+    """Builds the kernels of the backward pass for a call's sizes (plans_backward.BackwardSizes).
+
+    head_dims: those of norm_backward and gradients. gradients takes the norm_backward kernel too, whose partial sums
+    it finishes. rope_backward takes H, KV and D.
+    """
+
+    head_dims: tuple[int, ...]
+    norm_backward: Callable[[Any], Any]
+    gradients: Callable[[Any, Any], Any]
+    rope_backward: Callable[[int, int, int], Any]
+
+
+@lru_cache(maxsize=None)
+def backward_kernels(target: str) -> BackwardKernels:
+    """The backward kernels of a target's name. Raises jit.UnsupportedTargetError where there are none yet."""
+    from ..jit import UnsupportedTargetError
+
+    if target not in _BACKWARD:
+        raise UnsupportedTargetError(
+            f"target: got {target!r}, want one of {', '.join(_BACKWARD)} for the backward pass"
+        )
+    return _BACKWARD[target]()
+
+
 @lru_cache(maxsize=None)
 def forward_kernels(target: str) -> ForwardKernels:
     """The forward kernels of a target's name. Raises jit.UnsupportedTargetError where there are none yet."""
@@ -67,3 +93,26 @@ def _sm100_forward() -> ForwardKernels:
 
 
 _FORWARD = {"sm_100a": _sm100_forward}
+
+
+def _sm100_backward() -> BackwardKernels:
+    def norm_backward(sizes: Any) -> Any:
+        from .sm100.norm_backward import NormBackward
+
+        return NormBackward(sizes.head_dim)
+
+    def gradients(sizes: Any, norm: Any) -> Any:
+        from .sm100.qkv_grads import QkvGradients, default_tuning
+
+        tuning = default_tuning(sizes.batch, sizes.seq, sizes.hidden, sizes.heads + 2 * sizes.kv_heads, sizes.head_dim)
+        return QkvGradients(sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, tuning, norm.tuning)
+
+    def rope_backward(heads: int, kv_heads: int, head_dim: int) -> Any:
+        from .sm100.rope_backward import RopeBackward
+
+        return RopeBackward(heads, kv_heads, head_dim)
+
+    return BackwardKernels((128, 256), norm_backward, gradients, rope_backward)
+
+
+_BACKWARD = {"sm_100a": _sm100_backward}

@@ -60,17 +60,22 @@ class NormBackward:
             raise ValueError(f"head_dim: got {self.head_dim}, want 128 or 256")
 
     def signature(self) -> Signature:
-        def side(name: str, rows: str) -> tuple[TensorArg, ...]:
+        def side(name: str, initial: str, rows: str) -> tuple[TensorArg, ...]:
             return (
                 TensorArg(f"grad_{name}", "bf16", (rows, self.head_dim)),
-                TensorArg(f"{name}_normed", "bf16", (rows, self.head_dim)),
-                TensorArg(f"{name}_rstd", "f32", (rows,), align=4),
-                TensorArg(f"{name}_norm_weight", "bf16", (self.head_dim,)),
-                TensorArg(f"grad_{name}_projected", "bf16", (rows, self.head_dim)),
+                TensorArg(f"{initial}_normed", "bf16", (rows, self.head_dim)),
+                TensorArg(f"{initial}_rstd", "f32", (rows,), align=4),
+                TensorArg(f"{initial}_norm_weight", "bf16", (self.head_dim,)),
+                TensorArg(f"grad_{initial}", "bf16", (rows, self.head_dim)),
             )
 
-        partials = TensorArg("partials", "f32", (self.tuning.ctas, self.head_dim))
-        return (*side("query", "rows_q"), *side("key", "rows_k"), partials)
+        partials = TensorArg("norm_partials", "f32", self.partials_shape)
+        return (*side("query", "q", "rows_q"), *side("key", "k", "rows_k"), partials)
+
+    @property
+    def partials_shape(self) -> tuple[int, int]:
+        """One row a CTA."""
+        return self.tuning.ctas, self.head_dim
 
     @cute.jit
     def __call__(

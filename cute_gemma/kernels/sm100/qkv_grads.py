@@ -16,7 +16,9 @@ The launch also finishes the norm-weight gradients from the partial sums of norm
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import cutlass
@@ -150,8 +152,7 @@ class QkvGradients(PersistentGemm):
             TensorArg("norm_partials", "f32", (self.norm.ctas, self.head_dim)),
             TensorArg("grad_hidden_states", "bf16", rows),
             *(weight(f"grad_{name}_weight", heads) for name, heads in sides),
-            TensorArg("grad_q_norm_weight", "f32", (self.head_dim,)),
-            TensorArg("grad_k_norm_weight", "f32", (self.head_dim,)),
+            *(TensorArg(f"grad_{name}_norm_weight", "f32", (self.head_dim,), align=4) for name in "qk"),
             *self.workspace_signature(),
         )
 
@@ -292,3 +293,41 @@ def transposed(tensor):
     """[..., R, C] row-major as (C, R, ...): B of a GEMM that sums over R."""
     order = [1, 0] if cute.rank(tensor) == 2 else [2, 1, 0]
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
+
+
+# (tile_m, tile_n, cycles of a k block's MMAs). MMAs of 128 or 256 rows take N / 2 cycles for K = 16, N = 64 a half more
+# (measured on B200: SemiAnalysisAI/microbench-blackwell, umma_throughput).
+_TILES = ((128, 64, 192), (128, 128, 256), (256, 128, 256), (256, 256, 512))
+_L2_BYTES_PER_CYCLE = 64  # what one multiprocessor gets from L2, about
+_TILE_CYCLES = 500  # start and end of a tile that nothing overlaps, about
+
+
+@lru_cache(maxsize=1024)
+def default_tuning(batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = 148) -> GemmTuning:
+    """The tile shape whose schedule ends first by a simple model; heads: H + 2 KV.
+
+    A k block costs what its MMAs or its bytes from L2 take, whichever is more.
+    """
+
+    def cycles(tile: tuple[int, int, int]) -> float:
+        tuning = GemmTuning(tile[0], tile[1], sm_count=sm_count)
+        k_block = max(tile[2], tuning.stage_bytes / _L2_BYTES_PER_CYCLE)
+        blocks = {WGRAD: -(-heads * head_dim // BLOCK_M), DGRAD: batch * -(-seq // BLOCK_M)}
+        depth = {WGRAD: batch * -(-seq // BLOCK_K), DGRAD: heads * head_dim // BLOCK_K}
+        tiles = {kind: -(-blocks[kind] // tuning.ctas) * -(-hidden // tile[1]) for kind in blocks}
+        costs = {kind: depth[kind] * k_block + _TILE_CYCLES for kind in blocks}
+        return _end(tiles, costs, tuning.workers)
+
+    best = min(_TILES, key=cycles)
+    return GemmTuning(best[0], best[1], sm_count=sm_count)
+
+
+def _end(tiles: dict[int, int], costs: dict[int, float], workers: int) -> float:
+    """When the last of `workers` is done if the tiles of both kinds are dealt out, wgrad first, to whoever is free."""
+    if sum(tiles.values()) > 8 * workers:
+        return sum(tiles[kind] * costs[kind] for kind in tiles) / workers + max(costs.values()) / 2
+    ends = [0.0] * workers
+    for kind in (WGRAD, DGRAD):
+        for _ in range(tiles[kind]):
+            heapq.heapreplace(ends, ends[0] + costs[kind])
+    return max(ends)
