@@ -135,7 +135,6 @@ class HostCode:
         self.ptx = ptx
         self.entry = entry
         self.packed = packed
-        self._lock = threading.RLock()
         self._lib = _load(self.library, ptx)
         self._function = getattr(self._lib, entry)
 
@@ -158,13 +157,15 @@ class HostCode:
                 return _CUDA_ERROR_UNKNOWN
             return 0
 
-        with self._lock:
+        with self._lib.lock:
             self._lib.shim_clear_error()
+            self._lib.callbacks.append(callback)
             self._lib.shim_set_callback(callback)
             try:
                 failed = self._call_packed(args) if self.packed else self._call_tvm_ffi(args)
             finally:
-                self._lib.shim_set_callback(_LAUNCH_CALLBACK())
+                self._lib.callbacks.pop()
+                self._lib.shim_set_callback(self._lib.callbacks[-1])
             if raised:
                 raise raised[0]
             if failed:
@@ -312,6 +313,8 @@ def _load(path: Path, ptx: str) -> ctypes.CDLL:
         lib = ctypes.CDLL(str(path))
         for text in (lib.shim_error_kind, lib.shim_error_message):
             text.restype = ctypes.c_char_p
+        lib.lock = threading.RLock()  # the callback is the library's, whoever calls it
+        lib.callbacks = [_LAUNCH_CALLBACK()]
         lib.shim_image.restype = ctypes.c_void_p
         lib.shim_set_callback.argtypes = [_LAUNCH_CALLBACK]
         lib.shim_add_kernel.argtypes = [ctypes.c_char_p, ctypes.c_int]

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,6 +196,32 @@ def test_an_exception_of_the_callback_ends_the_call_and_leaves_the_host_code_usa
             capture_launches(chain, torch.zeros(8), 1, on_launch=stop)
     assert len(seen) == 2, "the second kernel must not be launched after the first one failed"
     assert len(capture_launches(chain, torch.zeros(8), 1)) == 2
+
+
+def test_a_call_from_within_a_callback_does_not_disturb_the_outer_one(chain):
+    inner = []
+
+    def nested(launch):
+        inner.append(capture_launches(chain, torch.zeros(2), 7))
+
+    outer = capture_launches(chain, torch.zeros(8), 1, on_launch=nested)
+    assert [launch.grid for launch in outer] == [(4, 3, 1), (8, 1, 1)]
+    assert [[launch.grid for launch in launches] for launches in inner] == [[(4, 3, 1), (2, 1, 1)]] * 2
+
+
+def test_threads_capture_their_own_launches(scale):
+    seen = {}
+
+    def work(n):
+        x = torch.zeros(n)
+        seen[n] = [capture_launches(scale, x, x, 1.0)[0].grid[0] for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(128 * k,)) for k in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {128 * k: [k] * 50 for k in range(1, 5)}
 
 
 def test_keyboard_interrupts_propagate(scale):

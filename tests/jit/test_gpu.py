@@ -4,9 +4,10 @@ import time
 
 import pytest
 import torch
-from tiny_kernels import Batched, RowScale
+from tiny_kernels import Batched, Reverse, RowScale
 
 from cute_gemma import jit
+from cute_gemma.emulator.launch import parse_entry
 from cute_gemma.jit.target import TARGETS
 
 TARGET = None
@@ -27,6 +28,14 @@ def test_a_kernel_computes_the_right_result_on_every_size():
         x, bias, y = rows(m)
         assert jit.launch(RowScale(), x, bias, y, 3.0, target=TARGET) is None
         torch.testing.assert_close(y, torch.addcmul(bias, x, torch.tensor(3.0, device="cuda")))
+
+
+def test_dynamic_shared_memory_is_granted():
+    for n in (1, 128, 300):
+        x = torch.randn(n, device="cuda")
+        y = torch.empty_like(x)
+        jit.launch(Reverse(), x, y, target=TARGET)
+        assert torch.equal(y, torch.cat([block.flip(0) for block in x.split(128)]))
 
 
 def test_scalars_of_every_type_arrive():
@@ -104,6 +113,39 @@ def test_a_warm_call_allocates_nothing_and_does_not_synchronise():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_gpu_whose_kernels_do_not_exist_is_refused_unless_asked_for():
+    x, bias, y = rows()
+    if TARGETS[TARGET].default:
+        pytest.skip("this GPU's kernels exist")
+    with pytest.raises(jit.UnsupportedTargetError, match="no kernels for cuda:0"):
+        jit.launch(RowScale(), x, bias, y, 1.0)
+
+
+def test_the_modelled_device_answers_as_the_real_one():
+    import cuda.bindings.driver as driver
+
+    from cute_gemma.emulator import capture
+
+    for attribute, value in (capture._COMMON_DEVICE_ATTRIBUTES | capture._DEVICE_ATTRIBUTES[TARGET]).items():
+        error, real = driver.cuDeviceGetAttribute(driver.CUdevice_attribute(attribute), 0)
+        assert (attribute, error, real) == (attribute, 0, value)
+
+
+@pytest.mark.parametrize("kernel", [RowScale(), Reverse()], ids=lambda kernel: type(kernel).__name__)
+def test_shared_memory_besides_the_dynamic_part_is_what_the_driver_says(kernel):
+    import cuda.bindings.driver as driver
+
+    compiled = jit.compile(kernel, TARGET)
+    torch.zeros(1, device="cuda")
+    error, library = driver.cuLibraryLoadData(compiled.cubin, None, None, 0, None, None, 0)
+    assert error == 0
+    error, handle = driver.cuLibraryGetKernel(library, compiled.kernel_names[0].encode())
+    assert error == 0
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    error, size = driver.cuKernelGetAttribute(attribute, handle, 0)
+    assert (error, size) == (0, parse_entry(compiled.ptx, compiled.kernel_names[0]).static_smem)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -6,6 +6,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+from cutlass.memory import SmemAllocator
 
 from cute_gemma.jit import ScalarArg, TensorArg
 
@@ -63,6 +64,30 @@ class Batched:
     ):
         grid = (x.shape[1], x.shape[0], 1)
         self.kernel(x, y, out, offset, wide).launch(grid=grid, block=(16, 1, 1), stream=stream)
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """y[i] = x[n - 1 - i] within each block of 128, through dynamic shared memory."""
+
+    def signature(self):
+        return (TensorArg("x", "f32", ("n",)), TensorArg("y", "f32", ("n",)))
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor):
+        staged = SmemAllocator().allocate_tensor(Float32, cute.make_layout(128), 16)
+        thread = cute.arch.thread_idx()[0]
+        first = cute.arch.block_idx()[0] * 128
+        count = cutlass.min(x.shape[0] - first, 128)
+        if thread < count:
+            staged[thread] = x[first + thread]
+        cute.arch.sync_threads()
+        if thread < count:
+            y[first + thread] = staged[count - 1 - thread]
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
+        self.kernel(x, y).launch(grid=(cute.ceil_div(x.shape[0], 128), 1, 1), block=(128, 1, 1), stream=stream)
 
 
 @dataclass(frozen=True)
