@@ -18,7 +18,24 @@ def pack(low, high):
 
 def unpack(pair):
     """(low, high) as fp32, exactly: a bf16 is the upper half of the fp32 of the same value."""
-    return _as_float(pair << 16), _as_float(pair & Int32(-65536))
+    return cute.arch.inline_ptx(
+        "shl.b32 {$w0}, {$r0}, 16;\nand.b32 {$w1}, {$r0}, 0xffff0000;",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
+
+
+def unpack_again(pair):
+    """The same by byte permutation.
+
+    The compiler does not see that it is the same, so it does not keep both halves of every pair of a row in registers
+    from a first pass over the row to a second one.
+    """
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, 0, 0x1044;\nprmt.b32 {$w1}, {$r0}, 0, 0x3244;",
+        write_only_types=[Float32, Float32],
+        read_only_args=[pair],
+    )
 
 
 def mul(a, b):
@@ -37,6 +54,3 @@ def _binary(operation: str, a, b):
     return cute.arch.inline_ptx(
         f"{operation}.rn.bf16x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b])
 
-
-def _as_float(bits):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])

@@ -31,7 +31,7 @@ def inverse_rms(pairs: list, eps: float):
 
 def normalise(pair, inverse):
     """(t * inverse) of a pair, in fp32."""
-    return cute.arch.mul_packed_f32x2(bf16.unpack(pair), (inverse, inverse))
+    return cute.arch.mul_packed_f32x2(bf16.unpack_again(pair), (inverse, inverse))
 
 
 def scale(normed, weight):

@@ -43,23 +43,30 @@ class WarpBoxes:
     shared: Any
     first: Any
 
-    def vector(self, box: int, vector: int):
-        """The calling thread's 8 elements number `vector` of a box, as 4 pairs."""
-        row = self.shared[cute.arch.lane_idx(), None, self.first + box]
-        return cute.local_tile(row, (2 * PAIRS,), (vector,))
+    def address(self, box: int, vector: int):
+        """Where the calling thread's 8 elements number `vector` of a box are.
+
+        The 128-byte swizzle exclusive-ors bits 4-6 of an address with its bits 7-9, here the row modulo 8. Written out,
+        so that a thread needs one register and one instruction for any of its addresses.
+        """
+        lane = cute.arch.lane_idx()
+        row = cute.recast_ptr(self.shared.iterator, dtype=Int32).toint() + self.first * BOX_BYTES + lane * 128
+        return ((row + lane % 8 * 16) ^ (vector * 16)) + box * BOX_BYTES
 
     def read(self, box: int, vector: int) -> list:
-        """Those elements as a list of 4 pairs."""
-        pairs = cute.make_rmem_tensor(PAIRS, Int32)
-        cute.copy(_atom(), self.vector(box, vector), cute.recast_tensor(pairs, BFloat16))
-        return [pairs[index] for index in range(PAIRS)]
+        """The calling thread's 8 elements number `vector` of a box, as 4 pairs."""
+        return self._vector(box, vector).load()
 
     def write(self, box: int, vector: int, values: list) -> None:
         """Overwrite those elements with 4 pairs."""
         pairs = cute.make_rmem_tensor(PAIRS, Int32)
         for index, value in enumerate(values):
             pairs[index] = value
-        cute.copy(_atom(), cute.recast_tensor(pairs, BFloat16), self.vector(box, vector))
+        self._vector(box, vector).store(pairs.load())
+
+    def _vector(self, box: int, vector: int):
+        pointer = cute.make_ptr(Int32, self.address(box, vector), cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout(PAIRS))
 
     def reclaim(self) -> None:
         """Make the boxes writable again: wait until earlier stores have read them."""
@@ -101,6 +108,3 @@ class WarpBoxes:
         return cpasync.tma_partition(
             tma.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(tiles, 0, 2))
 
-
-def _atom():
-    return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=128)

@@ -59,7 +59,8 @@ WARP = 32
 BLOCK_K = 64  # one 128-byte swizzle row of bf16
 ACC_STAGES = 2
 SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, compute capability 10.0
-BARRIER_BYTES = 1024  # barriers and the TMEM address, rounded up to the alignment of the stages
+BARRIER_BYTES = 256  # at most, with the TMEM address
+ALIGNMENT = 1024  # of shared memory under a 128-byte swizzle: eight rows of 128 bytes
 TMEM_COLUMNS = 512
 
 
@@ -174,7 +175,8 @@ class PersistentGemm:
     def stage_count(self) -> int:
         """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else ValueError."""
         boxes = EPILOGUE_WARPS * self.boxes * BOX_BYTES
-        free = SMEM_BYTES - 2 * BARRIER_BYTES - boxes - self.scratch_bytes
+        header = -(-(BARRIER_BYTES + self.scratch_bytes) // ALIGNMENT) * ALIGNMENT
+        free = SMEM_BYTES - header - boxes
         fitting = free // self.tuning.stage_bytes
         wanted = self.tuning.stages or fitting
         if wanted > fitting:
@@ -284,12 +286,13 @@ class PersistentGemm:
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
 
-        a_layout, b_layout = self.stage_layouts(mmas[0])
-        a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, 1024, swizzle=a_layout.inner)
-        b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, 1024, swizzle=b_layout.inner)
-        layout = box_layout(EPILOGUE_WARPS * self.boxes)
-        boxes = WarpBoxes(smem.allocate_tensor(BFloat16, layout.outer, 1024, swizzle=layout.inner), warp * self.boxes)
         scratch = self.make_scratch(smem)
+        a_layout, b_layout = self.stage_layouts(mmas[0])
+        a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, ALIGNMENT, swizzle=a_layout.inner)
+        b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, ALIGNMENT, swizzle=b_layout.inner)
+        layout = box_layout(EPILOGUE_WARPS * self.boxes)
+        box_memory = smem.allocate_tensor(BFloat16, layout.outer, ALIGNMENT, swizzle=layout.inner)
+        boxes = WarpBoxes(box_memory, warp * self.boxes)
         operands = self.stage_views(mmas, a_shared, b_shared)
 
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
