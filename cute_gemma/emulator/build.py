@@ -26,7 +26,7 @@ class BuildError(RuntimeError):
 
 
 def cache_dir(*parts: str) -> Path:
-    """The user's cache folder for this package, created if absent: CUTE_GEMMA_CACHE_DIR, or the platform's custom."""
+    """The user's cache folder, created if absent: CUTE_GEMMA_CACHE_DIR, else the platform's place."""
     if override := os.environ.get("CUTE_GEMMA_CACHE_DIR"):
         root = Path(override)
     elif xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -34,7 +34,8 @@ def cache_dir(*parts: str) -> Path:
     elif sys.platform == "darwin":
         root = Path.home() / "Library" / "Caches" / "cute_gemma"
     elif sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "cute_gemma" / "Cache"
+        local = os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")
+        root = Path(local) / "cute_gemma" / "Cache"
     else:
         root = Path.home() / ".cache" / "cute_gemma"
     folder = root.joinpath(*parts)
@@ -81,9 +82,9 @@ def find_compiler() -> str:
             return path
     sought = f"CC={wanted}" if wanted else ", ".join(_COMPILERS)
     raise CompilerNotFoundError(
-        f"no C compiler found ({sought} not on PATH), and the emulator compiles kernels to C. Install one: "
-        "`apt install gcc` (Debian, Ubuntu), `dnf install gcc` (Fedora, RHEL), `xcode-select --install` (macOS), "
-        "or set CC to a compiler"
+        f"no C compiler found ({sought} not on PATH), and the emulator is written in C. Install one: "
+        "`apt install gcc` (Debian, Ubuntu), `dnf install gcc` (Fedora, RHEL), `xcode-select --install` "
+        "(macOS), or set CC to a compiler"
     )
 
 
@@ -106,15 +107,19 @@ def cpu_identity() -> str:
 
 
 def build_library(
-    sources: Sequence[Path], flags: Sequence[str] = ("-O2",), *, headers: Sequence[Path] = (), libs: Sequence[str] = ()
+    sources: Sequence[Path],
+    flags: Sequence[str] = ("-O2",),
+    *,
+    headers: Sequence[Path] = (),
+    libs: Sequence[str] = (),
 ) -> Path:
     """Compiles C `sources` into one shared library and returns its path.
 
     The library is cached under the hash of the sources', and `headers`', content, the flags and the compiler;
-    concurrent builders of one library wait for the first. `headers` names every file the sources include that may
-    change; their folders become include paths. `libs` are linker flags, such as "-lm".
+    concurrent builders of one library wait for the first. `headers` names every file the sources include that
+    may change; their folders become include paths. `libs` are linker flags, such as "-lm".
 
-    Raises CompilerNotFoundError without a C compiler, and BuildError with the compiler's output when it fails.
+    Raises CompilerNotFoundError without a C compiler, BuildError with the compiler's output when it fails.
     """
     compiler = find_compiler()
     digest = hashlib.sha256(_compiler_identity(compiler).encode())

@@ -1,8 +1,9 @@
 """Runs the host code of a compiled CuTe DSL function and hands over each kernel launch it makes.
 
-The compiled function's object code, as the DSL exports it, is linked into a library of its own with csrc/shim.c in
-place of the CUDA runtime. The DSL's own copy is not touched: the same compiled function can run on a GPU and be captured,
-in any order, in one process, and no environment variable or import order matters.
+The compiled function's object code, as the DSL exports it, is linked into a library of its own with
+csrc/shim.c in place of the CUDA runtime. The DSL's own copy is not touched: the same compiled function can
+run on a GPU and be captured, in any order, in one process, and no environment variable or import order
+matters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _ATTRIBUTE_CLUSTER_DIMENSION = 4
 _ATTRIBUTE_PROGRAMMATIC_SERIALIZATION = 6
 _CUDA_ERROR_UNKNOWN = 999
 
-# cudaDeviceAttr -> value, for both targets (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+# cudaDeviceAttr -> value, for every target (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability").
 _COMMON_DEVICE_ATTRIBUTES = {
     1: 1024,  # threads per block
     2: 1024, 3: 1024, 4: 64,  # block dimensions
@@ -106,24 +108,29 @@ _ANY_NONE, _ANY_INT, _ANY_BOOL, _ANY_FLOAT, _ANY_DLTENSOR = 0, 1, 2, 3, 7
 _DEVICE_CUDA = 2
 # torch dtype -> DLDataType code and bits.
 _DLPACK_DTYPES = {
-    "bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "int8": (0, 8), "int16": (0, 16),
-    "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8), "bool": (6, 8), "float8_e4m3fn": (10, 8), "float8_e5m2": (12, 8),
+    "bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bool": (6, 8),
+    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
+    "float8_e4m3fn": (10, 8), "float8_e5m2": (12, 8),
 }  # fmt: skip
 
 _LAUNCH_CALLBACK = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(_LaunchConfig), ctypes.POINTER(ctypes.c_void_p)
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.POINTER(_LaunchConfig),
+    ctypes.POINTER(ctypes.c_void_p),
 )
 
 
 class HostCode:
     """Host code linked with the shim, callable on the CPU.
 
-    object_code: the object file the DSL exported. ptx: the module its kernels come from, which gives the parameters'
-    sizes. entry: name of the function to call. packed: the entry takes an array of pointers to its arguments (the DSL's
-    default); otherwise it is a TVM-FFI function.
+    object_code: the object file the DSL exported. ptx: the module its kernels come from, which gives the
+    parameters' sizes. entry: name of the function to call. packed: the entry takes an array of pointers to
+    its arguments (the DSL's default); otherwise it is a TVM-FFI function.
 
-    Raises CompilerNotFoundError without a C compiler, and BuildError, naming the missing symbol, for host code that needs
-    a runtime function the shim lacks.
+    Raises CompilerNotFoundError without a C compiler, and BuildError, naming the missing symbol, for host
+    code that needs a runtime function the shim lacks.
     """
 
     def __init__(self, object_code: bytes, ptx: str, *, entry: str, packed: bool = False) -> None:
@@ -139,11 +146,11 @@ class HostCode:
         self._function = getattr(self._lib, entry)
 
     def __call__(self, args: Sequence[Any], on_launch: OnLaunch) -> None:
-        """Runs the host code. on_launch is called for each launch as it is made; what it raises ends the call.
+        """Runs the host code; on_launch is called for each launch as it is made, and may raise to end it.
 
-        args: for a TVM-FFI entry tensors (anything with torch.Tensor's data_ptr, shape, stride and dtype, in CPU memory),
-        ints, floats, bools and None; for a packed entry the addresses of its arguments. One call at a time: the library
-        holds the callback.
+        args: for a TVM-FFI entry tensors (anything with torch.Tensor's data_ptr, shape, stride and dtype, in
+        CPU memory), ints, floats, bools and None; for a packed entry the addresses of its arguments. One call
+        at a time: the library holds the callback.
         """
         raised: list[BaseException] = []
 
@@ -191,7 +198,10 @@ class HostCode:
         prefix = self.entry.partition("__mlir_ciface_")[0]
         library, device, status = ctypes.c_void_p(), ctypes.c_int32(0), ctypes.c_int32(0)
         to_library = ctypes.pointer(library)
-        for name, operands in (("cuda_init", (to_library, status)), ("cuda_load_to_device", (to_library, device, status))):
+        for name, operands in (
+            ("cuda_init", (to_library, status)),
+            ("cuda_load_to_device", (to_library, device, status)),
+        ):
             getattr(self._lib, f"{prefix}_{name}")(
                 (ctypes.c_void_p * len(operands))(*(ctypes.addressof(operand) for operand in operands))
             )
@@ -207,12 +217,14 @@ class HostCode:
         raise error(message or f"host code failed with CUDA error {code}")
 
 
-def capture_launches(compiled: Any, *args: Any, on_launch: OnLaunch | None = None, **kwargs: Any) -> list[Launch]:
-    """Calls a compiled CuTe DSL function with the given arguments on the CPU and returns the launches it makes.
+def capture_launches(
+    compiled: Any, *args: Any, on_launch: OnLaunch | None = None, **kwargs: Any
+) -> list[Launch]:
+    """Calls a compiled CuTe DSL function on the CPU and returns the launches it makes.
 
-    compiled: what `cute.compile` returned for a supported target, with its PTX kept (see `cute_gemma.emulator.compile`),
-    for either calling convention. Tensors are in CPU memory. on_launch, when given, is called with each Launch at the
-    moment the host code makes it, and may raise to stop it.
+    compiled: what `cute.compile` returned for a supported target, with its PTX kept (see
+    `cute_gemma.emulator.compile`), for either calling convention. Tensors are in CPU memory. on_launch, when
+    given, is called with each Launch at the moment the host code makes it, and may raise to stop it.
 
     Raises CaptureError for a function without PTX or without exportable host code.
     """
@@ -230,16 +242,19 @@ def capture_launches(compiled: Any, *args: Any, on_launch: OnLaunch | None = Non
         del adapted  # it owned what the addresses point to
     else:
         if kwargs:
-            raise TypeError(f"a function compiled with TVM-FFI takes positional arguments here, got {sorted(kwargs)}")
+            raise TypeError(
+                f"a function compiled with TVM-FFI takes positional arguments here, got {sorted(kwargs)}"
+            )
         host(args, record)
     return launches
 
 
 def compile(function: Callable[..., Any], *args: Any, target: str = "sm_100a", options: str = "") -> Any:
-    """`cute.compile` for a machine with or without a GPU, keeping the PTX and cubin that capture and inspection need.
+    """`cute.compile` with or without a GPU, keeping the PTX and cubin that capture and inspection need.
 
-    args are what `cute.compile` takes (real or fake tensors, scalars, a stream); options are further command-line
-    style options, such as "--enable-tvm-ffi". Sets no environment variable and leaves no file behind.
+    args are what `cute.compile` takes (real or fake tensors, scalars, a stream); options are
+    further command-line style options, such as "--enable-tvm-ffi". Sets no environment variable and leaves no
+    file behind.
     """
     import cutlass.cute as cute
 
@@ -252,7 +267,7 @@ _host_codes: weakref.WeakKeyDictionary[Any, HostCode] = weakref.WeakKeyDictionar
 
 
 def host_code(compiled: Any) -> HostCode:
-    """The linked host code of what `cute.compile` returned, or of anything that carries a `host_code` of its own."""
+    """The linked host code of what `cute.compile` returned, or of an object that has it in `host_code`."""
     own = getattr(compiled, "host_code", None)
     if isinstance(own, HostCode):
         return own
@@ -265,7 +280,8 @@ def host_code(compiled: Any) -> HostCode:
 def _export(compiled: Any) -> HostCode:
     if getattr(compiled, "ir_module", None) is None or not hasattr(compiled, "export_to_c"):
         raise CaptureError(
-            f"{type(compiled).__name__} has no host code to export; expected what cute.compile returned in this process"
+            f"{type(compiled).__name__} has no host code to export; expected what cute.compile returned "
+            "in this process"
         )
     ptx = getattr(getattr(compiled, "artifacts", None), "PTX", None)
     if not ptx:
@@ -278,8 +294,8 @@ def _export(compiled: Any) -> HostCode:
 
 
 def export_object(compiled: Any, name: str) -> tuple[bytes, str, bool]:
-    """The object file of a compiled function under the symbol prefix `name`, its entry's symbol, and whether that entry
-    takes packed arguments (else it is a TVM-FFI function)."""
+    """The object file of a compiled function under the symbol prefix `name`, its entry's symbol, and whether
+    that entry takes packed arguments; else it is a TVM-FFI function."""
     if any(base.__name__.startswith("TVMFFI") for base in type(compiled).__mro__):
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "host.o"
@@ -291,14 +307,16 @@ def export_object(compiled: Any, name: str) -> tuple[bytes, str, bool]:
 
 @functools.lru_cache(maxsize=1)
 def _load_dsl_runtime() -> None:
-    """Makes the DSL's runtime known to its exporter, which resolves symbols although it only writes a file. Compiling for
-    this machine's GPU does so in passing; cross-compiling does not."""
+    """Makes the DSL's runtime known to its exporter, which resolves symbols although it only writes a file.
+    Compiling for this machine's GPU does so in passing; cross-compiling does not."""
     from cutlass._mlir import execution_engine, ir
     from cutlass.cute.runtime import find_runtime_libraries
 
     with ir.Context(), ir.Location.unknown():
         module = ir.Module.parse("module {}")
-        execution_engine.ExecutionEngine(module, opt_level=0, shared_libs=find_runtime_libraries(enable_tvm_ffi=False))
+        execution_engine.ExecutionEngine(
+            module, opt_level=0, shared_libs=find_runtime_libraries(enable_tvm_ffi=False)
+        )
 
 
 _libraries: dict[Path, ctypes.CDLL] = {}
@@ -320,13 +338,17 @@ def _load(path: Path, ptx: str) -> ctypes.CDLL:
         lib.shim_add_kernel.argtypes = [ctypes.c_char_p, ctypes.c_int]
         target = _target_of(ptx)
         if target not in _DEVICE_ATTRIBUTES:
-            raise CaptureError(f"target {target} is not supported, expected one of {', '.join(_DEVICE_ATTRIBUTES)}")
+            raise CaptureError(
+                f"target {target} is not supported, expected one of {', '.join(_DEVICE_ATTRIBUTES)}"
+            )
         for attribute, value in (_COMMON_DEVICE_ATTRIBUTES | _DEVICE_ATTRIBUTES[target]).items():
             lib.shim_set_device_attribute(attribute, value)
         lib.kernel_names = [name.encode() for name in entry_names(ptx)]  # the library keeps pointers to these
         for name in lib.kernel_names:
             if lib.shim_add_kernel(name, parse_entry(ptx, name.decode()).static_smem):
-                raise CaptureError(f"the module has more kernels than capture has room for: {len(lib.kernel_names)}")
+                raise CaptureError(
+                    f"the module has more kernels than capture has room for: {len(lib.kernel_names)}"
+                )
         _libraries[path] = lib
         return lib
 
@@ -341,9 +363,8 @@ def _target_of(ptx: str) -> str:
 def _read_launch(ptx: str, kernel: str, max_dynamic_smem: int, config: _LaunchConfig, params: Any) -> Launch:
     """Copies a launch out of the host code's memory, refusing what the CUDA runtime would refuse."""
     entry = parse_entry(ptx, kernel)
-    attributes = (_LaunchAttribute * config.num_attributes).from_address(config.attributes or 0) if (
-        config.num_attributes
-    ) else ()
+    count = config.num_attributes
+    attributes = (_LaunchAttribute * count).from_address(config.attributes) if count else ()
     values = {a.id: bytes(a.value) for a in attributes}
     cluster = entry.reqnctapercluster or (1, 1, 1)
     if (given := values.get(_ATTRIBUTE_CLUSTER_DIMENSION)) is not None:
@@ -363,8 +384,8 @@ def _read_launch(ptx: str, kernel: str, max_dynamic_smem: int, config: _LaunchCo
     )
     if launch.dynamic_smem > max_dynamic_smem:
         raise LaunchError(
-            f"launch of {kernel} refused: {launch.dynamic_smem} bytes of dynamic shared memory, and the function allows "
-            f"{max_dynamic_smem}"
+            f"launch of {kernel} refused: {launch.dynamic_smem} bytes of dynamic shared memory, and the "
+            f"function allows {max_dynamic_smem}"
         )
     launch.check()
     return launch
@@ -380,7 +401,9 @@ def _to_any(index: int, arg: Any, keep_alive: list[Any]) -> _Any:
     if isinstance(arg, float):
         return _Any(_ANY_FLOAT, 0, _AnyValue(v_float64=arg))
     if not hasattr(arg, "data_ptr"):
-        raise TypeError(f"argument {index}: got {type(arg).__name__}, expected a tensor, int, float, bool or None")
+        raise TypeError(
+            f"argument {index}: got {type(arg).__name__}, expected a tensor, int, float, bool or None"
+        )
     if getattr(getattr(arg, "device", None), "type", "cpu") != "cpu":
         raise ValueError(f"argument {index}: tensor on {arg.device}, expected one in CPU memory")
     dtype = str(arg.dtype).removeprefix("torch.")

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 Dim3 = tuple[int, int, int]
 
-# Bytes of shared memory a block may have, compute capability 9.0 and 10.x (CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability").
+# Bytes of shared memory a block may have, compute capability 9.0 and 10.x (CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability").
 MAX_SMEM = 227 * 1024
 
 # PTX ISA, "Kernel Function Parameter Attributes" and "Fundamental Types": bytes of a scalar .param.
@@ -34,7 +34,7 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Param:
-    """A kernel parameter as the PTX .entry declares it. `offset` is its place in the packed parameter block."""
+    """A kernel parameter as the PTX .entry declares it; `offset` is its place in the parameter block."""
 
     name: str
     offset: int
@@ -69,7 +69,8 @@ class Launch:
 
     ptx: the module text the kernel comes from. params: the value of each kernel parameter, in order.
     programmatic: the launch may start before its predecessor in the stream has finished (attribute
-    cudaLaunchAttributeProgrammaticStreamSerialization). attributes: every launch attribute as (id, 64 raw bytes).
+    cudaLaunchAttributeProgrammaticStreamSerialization). attributes: every launch attribute as (id, 64 raw
+    bytes).
     """
 
     kernel_name: str
@@ -105,11 +106,13 @@ class Launch:
         if entry.reqnctapercluster and self.cluster != entry.reqnctapercluster:
             reasons.append(f"the kernel requires clusters of {entry.reqnctapercluster}")
         if entry.static_smem + self.dynamic_smem > MAX_SMEM:
-            reasons.append(f"{entry.static_smem + self.dynamic_smem} bytes of shared memory, at most {MAX_SMEM}")
+            reasons.append(
+                f"{entry.static_smem + self.dynamic_smem} bytes of shared memory, at most {MAX_SMEM}"
+            )
         if reasons:
             raise LaunchError(
-                f"launch of {self.kernel_name} refused, grid {self.grid} block {self.block} cluster {self.cluster}: "
-                + "; ".join(reasons)
+                f"launch of {self.kernel_name} refused, grid {self.grid} block {self.block} "
+                f"cluster {self.cluster}: {'; '.join(reasons)}"
             )
 
     def param_block(self) -> bytes:
@@ -184,7 +187,9 @@ def _parse_params(kernel: str, text: str) -> tuple[Param, ...]:
     for declaration in filter(str.strip, text.split(",")):
         match = _PARAM.match(declaration.strip())
         if match is None:
-            raise ValueError(f"kernel {kernel}: parameter declaration not understood: {declaration.strip()!r}")
+            raise ValueError(
+                f"kernel {kernel}: parameter declaration not understood: {declaration.strip()!r}"
+            )
         element = _TYPE_SIZE[match["type"]]
         size = element * int(match["count"] or 1)
         align = int(match["align0"] or element)

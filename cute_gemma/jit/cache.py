@@ -56,7 +56,9 @@ def describe(value: Any) -> str:
         return f"{{{', '.join(sorted(f'{describe(k)}: {describe(v)}' for k, v in value.items()))}}}"
     if isinstance(value, type):
         return _qualified(value)
-    raise TypeError(f"a kernel's field holds {type(value).__name__} {value!r}, which has no stable description")
+    raise TypeError(
+        f"a kernel's field holds {type(value).__name__} {value!r}, which has no stable description"
+    )
 
 
 def content_name(content: bytes) -> str:
@@ -69,8 +71,9 @@ def _qualified(cls: type) -> str:
 
 
 def cache_key(kernel: Any, target: str, options: str) -> str:
-    """The key of a kernel's compiled form: its configuration, every first-party source file its module imports directly or
-    not, the compiler's version, the target and options, and the CPU that the host code is made for."""
+    """The key of a kernel's compiled form: its configuration, every first-party source file its module
+    imports directly or not, the compiler's version, the target and options, and the CPU that the host code is
+    made for."""
     parts = {
         "format": FORMAT,
         "kernel": describe(kernel),
@@ -98,7 +101,8 @@ def dsl_version() -> str:
 def source_digests(module: str) -> dict[str, str]:
     """Digest of each first-party source file reachable by imports from `module`, by module name.
 
-    First-party is everything outside the standard library and the installed packages, and cute_gemma wherever it is.
+    First-party is everything outside the standard library and the installed packages, and cute_gemma wherever
+    it is.
     """
     digests: dict[str, str] = {}
     pending = [module, *_OWN_MODULES]
@@ -146,8 +150,10 @@ def _source_of(name: str) -> Path | None:
 
 @lru_cache(maxsize=1)
 def _installed_folders() -> tuple[Path, ...]:
-    """The standard library's folders and those that an installer keeps: they hold metadata of distributions."""
-    folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    """The standard library's folders, and those an installer keeps: they hold distributions' metadata."""
+    folders = {
+        Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    }
     for entry in filter(None, sys.path):
         path = Path(entry)
         if path.is_dir() and any(path.glob("*.dist-info")):
@@ -169,7 +175,9 @@ class Entry:
             files = {name: (self.folder / name).read_bytes() for name in manifest["files"]}
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        if any(hashlib.sha256(files[name]).hexdigest() != digest for name, digest in manifest["files"].items()):
+        if any(
+            hashlib.sha256(files[name]).hexdigest() != digest for name, digest in manifest["files"].items()
+        ):
             return None
         return files
 
@@ -185,7 +193,9 @@ class Entry:
         try:
             for name, content in files.items():
                 (scratch / name).write_bytes(content)
-            manifest = {"files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}}
+            manifest = {
+                "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+            }
             (scratch / "manifest.json").write_text(json.dumps(manifest))
             if self.folder.exists():  # damaged, or load() would have found it
                 shutil.rmtree(self.folder)

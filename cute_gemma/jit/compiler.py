@@ -1,7 +1,7 @@
 """Compiles a kernel once for a target, for every size its signature leaves open, and keeps the result.
 
-One object file serves both ways to run: loaded on a GPU machine it launches on the current stream, and linked with the
-launch capture of the emulator it runs on any machine. Its TVM-FFI entry makes a warm call cheap.
+One object file serves both ways to run: loaded on a GPU machine it launches on the current stream, and linked
+with the launch capture of the emulator it runs on any machine. Its TVM-FFI entry makes a warm call cheap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cute_gemma.jit.target import Target, resolve_target
 _FUNCTION = "cute_gemma_kernel"
 _ENTRY = f"__tvm_ffi_{_FUNCTION}"
 _OBJECT, _PTX, _CUBIN = "host.o", "kernel.ptx", "kernel.cubin"
-# Source lines cost nothing at run time (the machine code is the same) and let the emulator's reports name them.
+# Source lines cost nothing at run time (the machine code is the same); the emulator's reports name them.
 _OPTIONS = "--enable-tvm-ffi --generate-line-info"
 # PTX and ptxas of CUDA 13, whose tcgen05 code the kernels are verified with.
 _WANTED_CUDA_MAJOR = 13
@@ -93,13 +93,13 @@ _compile_lock = threading.RLock()
 
 
 def compile(kernel: Any, target: str | None = None, *, options: str = "") -> Compiled:  # noqa: A001
-    """Compiles `kernel`, a frozen dataclass with `signature()` and a `@cute.jit` host entry, for `target` (default: the
-    emulated one), or takes it from memory or disk.
+    """Compiles `kernel`, a frozen dataclass with `signature()` and a `@cute.jit` host entry, for `target`
+    (default: the emulated one), or takes it from memory or disk.
 
     options: further command-line style options of the compiler, such as "--opt-level 2".
 
-    Raises UnsupportedTargetError for an unknown target, TypeError for a kernel field without a stable description, and
-    what the compiler raises.
+    Raises UnsupportedTargetError for an unknown target, TypeError for a kernel field without a stable
+    description, and what the compiler raises.
     """
     resolved = resolve_target(target)
     key = (kernel, resolved.name, options)
@@ -149,7 +149,9 @@ def _compile(kernel: Any, target: Target, options: str) -> dict[str, bytes]:
     with _compile_lock:
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
         arguments = (*fake_arguments(kernel.signature()), stream)
-        compiled = compile_keeping_ptx(kernel, *arguments, target=target.name, options=f"{_OPTIONS} {options}")
+        compiled = compile_keeping_ptx(
+            kernel, *arguments, target=target.name, options=f"{_OPTIONS} {options}"
+        )
         object_code, entry, _ = export_object(compiled, _FUNCTION)
     ptx, cubin = compiled.artifacts.PTX, compiled.artifacts.CUBIN
     if entry != _ENTRY:
@@ -159,8 +161,8 @@ def _compile(kernel: Any, target: Target, options: str) -> dict[str, bytes]:
     version = ptxas_version(cubin)
     if version[0] < _WANTED_CUDA_MAJOR:
         warnings.warn(
-            f"kernels compiled by ptxas {version[0]}.{version[1]}; they are verified with {_WANTED_CUDA_MAJOR}.x: install "
-            "nvidia-cutlass-dsl[cu13] and, on a GPU machine, a driver for CUDA 13",
+            f"kernels compiled by ptxas {version[0]}.{version[1]}; they are verified with "
+            f"{_WANTED_CUDA_MAJOR}.x: install nvidia-cutlass-dsl[cu13] and, for GPUs, a CUDA 13 driver",
             ToolchainWarning,
             stacklevel=2,
         )
@@ -181,7 +183,7 @@ def ptxas_version(cubin: bytes) -> tuple[int, int]:
 
 
 def fake_arguments(signature: Signature) -> list[Any]:
-    """Placeholders that `cute.compile` takes for the arguments of a signature: one symbol for each dynamic name."""
+    """Placeholders for the arguments of a signature, as `cute.compile` takes them; a symbol for each name."""
     import cutlass
     import cutlass.cute as cute
 
@@ -200,7 +202,9 @@ def fake_arguments(signature: Signature) -> list[Any]:
         shape = tuple(symbols.get(extent, extent) for extent in arg.shape)
         if arg.strides is None:
             order = tuple(reversed(range(len(shape))))
-            fake = cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=arg.align)
+            fake = cute.runtime.make_fake_compact_tensor(
+                dtype, shape, stride_order=order, assumed_align=arg.align
+            )
         else:
             strides = tuple(symbols.get(stride, stride) for stride in arg.strides)
             fake = cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=arg.align)
@@ -209,7 +213,7 @@ def fake_arguments(signature: Signature) -> list[Any]:
 
 
 def _symbols(signature: Signature) -> dict[str, Any]:
-    """Extents are 32 bits wide; whatever serves as a stride 64, and a multiple of what the alignment asks for."""
+    """Extents are 32 bits wide; what serves as a stride is 64, a multiple of what the alignment asks."""
     import cutlass.cute as cute
 
     extents: set[str] = set()

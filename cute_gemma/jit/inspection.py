@@ -19,7 +19,7 @@ from cute_gemma.emulator.launch import kernel_body, parse_entry
 from cute_gemma.jit.cache import content_name
 from cute_gemma.jit.compiler import Compiled, compile
 
-# Attributes of .nv.info sections, (symbol, value) pairs (names as cuobjdump --dump-elf prints them: EIATTR_*).
+# Attributes of .nv.info, (symbol, value) pairs; cuobjdump --dump-elf prints their names as EIATTR_*.
 _REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE = 0x2F, 0x11, 0x12
 # Their encodings: no value, a byte, two bytes, or a 16-bit length and that many bytes.
 _FORMAT_SIZED = 4
@@ -37,11 +37,10 @@ class DisassemblerNotFoundError(RuntimeError):
 class KernelReport:
     """What the cubin says of one device kernel.
 
-    registers: a thread. stack_bytes: a thread's stack frame, spills included. local_loads, local_stores: instructions
-    that touch local memory. static_smem: bytes of shared memory besides the launch's
-    dynamic part. tmem_columns: tensor-memory columns it allocates, None where it allocates
-    none or their number is not a constant. instructions: how often each SASS mnemonic, modifiers included, stands in the
-    code.
+    registers: a thread. stack_bytes: a thread's stack frame, spills included. local_loads, local_stores:
+    instructions that touch local memory. static_smem: bytes of shared memory besides the launch's dynamic
+    part. tmem_columns: tensor-memory columns it allocates, None where it allocates none or their number is
+    not a constant. instructions: how often each SASS mnemonic, modifiers included, stands in the code.
     """
 
     name: str
@@ -65,12 +64,12 @@ class KernelReport:
         return bool(self.stack_bytes or self.local_loads or self.local_stores)
 
     def count(self, mnemonic: str) -> int:
-        """Instructions with this mnemonic or this mnemonic and further modifiers: count("MUFU"), count("MUFU.EX2")."""
+        """Instructions with this mnemonic, whatever modifiers follow: count("MUFU"), count("MUFU.EX2")."""
         return sum(n for name, n in self.instructions.items() if f"{name}.".startswith(f"{mnemonic}."))
 
 
 def inspect(kernel: Any, target: str | None = None) -> tuple[KernelReport, ...]:
-    """Reports on every device kernel of `kernel`, a Compiled or what `compile` takes, from the cubin that is launched.
+    """Reports on each device kernel of `kernel` (a Compiled, or what `compile` takes) from its cubin.
 
     Raises DisassemblerNotFoundError without nvdisasm, and what `compile` raises.
     """
@@ -85,11 +84,17 @@ def inspect(kernel: Any, target: str | None = None) -> tuple[KernelReport, ...]:
         write_atomically(paths[".sass"], disassemble(paths[".cubin"]).encode())
     instructions = count_instructions(paths[".sass"].read_text())
     resources = _Elf(compiled.cubin).resources()
-    return tuple(_report(compiled, name, resources[name], instructions[name], paths) for name in compiled.kernel_names)
+    return tuple(
+        _report(compiled, name, resources[name], instructions[name], paths) for name in compiled.kernel_names
+    )
 
 
 def _report(
-    compiled: Compiled, name: str, resources: dict[int, int], instructions: Counter[str], paths: dict[str, Path]
+    compiled: Compiled,
+    name: str,
+    resources: dict[int, int],
+    instructions: Counter[str],
+    paths: dict[str, Path],
 ) -> KernelReport:
     entry = parse_entry(compiled.ptx, name)
     by_base = Counter[str]()
@@ -126,11 +131,13 @@ def find_disassembler() -> str:
         if file.name == "nvdisasm" and (path := Path(file.locate())).exists():
             return str(path)
     cuda_home = os.environ.get("CUDA_HOME")
-    found = shutil.which("nvdisasm") or (shutil.which("nvdisasm", path=f"{cuda_home}/bin") if cuda_home else None)
+    found = shutil.which("nvdisasm")
+    if found is None and cuda_home:
+        found = shutil.which("nvdisasm", path=f"{cuda_home}/bin")
     if found is None:
         raise DisassemblerNotFoundError(
-            "nvdisasm, which reads cubins, is not installed: `pip install nvidia-cuda-nvdisasm` (the package's `test` extra "
-            "has it), or put a CUDA toolkit's bin folder on PATH"
+            "nvdisasm, which reads cubins, is not installed: `pip install nvidia-cuda-nvdisasm` (it is in "
+            "the package's `test` extra), or put a CUDA toolkit's bin folder on PATH"
         )
     return found
 

@@ -14,15 +14,17 @@ BACKENDS = ("cuda", "emulator")
 
 
 class GpuLauncher:
-    """Launches one compiled kernel on GPUs. A call that passes its checks costs a few microseconds of CPU: the host code
-    itself compares dtypes, shapes, strides, alignment and devices, and the checks in Python, with their messages, run
-    only when it refuses."""
+    """Launches one compiled kernel on GPUs. A call that passes its checks costs a few microseconds of CPU:
+    the host code itself compares dtypes, shapes, strides, alignment and devices, and the checks in Python,
+    with their messages, run only when it refuses."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.signature = compiled.signature
         self.function = compiled.gpu_function
         self.compact = tuple(
-            index for index, arg in enumerate(self.signature) if isinstance(arg, TensorArg) and arg.strides is None
+            index
+            for index, arg in enumerate(self.signature)
+            if isinstance(arg, TensorArg) and arg.strides is None
         )
 
     def __call__(self, args: tuple[Any, ...]) -> None:
@@ -37,7 +39,7 @@ class GpuLauncher:
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             if "CUDA" in type(error).__name__ or "CUDA" in str(error):
                 raise
-        # What follows raises the error that names the argument, or mends what may differ (see check_arguments).
+        # This raises the error that names the argument, or mends what may differ.
         self.function(*check_arguments(self.signature, args))
 
 
@@ -52,19 +54,19 @@ def launch(
     stream: Any = None,
     emulation: Any = None,
 ) -> list[Any] | None:
-    """Runs `kernel` on tensors and scalars given in the order of `kernel.signature()`; outputs are among the tensors.
+    """Runs `kernel` on tensors and scalars in the order of `kernel.signature()`, outputs among them.
 
     target: "sm_100a", ...; None takes the one of the tensors' GPU, and for CPU tensors the emulated default.
     backend: "cuda" or "emulator"; None follows the tensors' device.
     stream: a torch.cuda.Stream or raw handle; None is the current stream of the tensors' device.
     emulation: options of the emulator, `cute_gemma.emulator.Options`.
 
-    On a GPU it returns None at once: no synchronisation, no allocation, so that it can be captured in a CUDA graph (the
-    first call compiles and loads, so call once before capturing). In the emulator it returns a list of LaunchReport, one
-    for each device kernel, once all have run.
+    On a GPU it returns None at once: no synchronisation, no allocation, so that it can be captured in a CUDA
+    graph (the first call compiles and loads, so call once before capturing). In the emulator it returns a
+    list of LaunchReport, one for each device kernel, once all have run.
 
-    Raises TypeError or ValueError naming the argument, what came and what is wanted; UnsupportedTargetError for a GPU or
-    target without kernels; in the emulator what `cute_gemma.emulator` raises on a fault.
+    Raises TypeError or ValueError naming the argument, what came and what is wanted; UnsupportedTargetError
+    for a GPU or target without kernels; in the emulator what `cute_gemma.emulator` raises on a fault.
     """
     device = _device_of(args)
     if backend is None:
@@ -93,7 +95,9 @@ def _device_of(args: tuple[Any, ...]) -> Any:
 
 def _launch_on_gpu(kernel: Any, args: tuple[Any, ...], target: str | None, stream: Any, device: Any) -> None:
     if device is None or device.type != "cuda":
-        raise ValueError(f"backend 'cuda' runs on CUDA tensors, got {'no tensor' if device is None else device}")
+        raise ValueError(
+            f"backend 'cuda' runs on CUDA tensors, got {'no tensor' if device is None else device}"
+        )
     key = (kernel, device.index, target)
     launcher = _gpu_launchers.get(key)
     if launcher is None:
@@ -110,7 +114,9 @@ def _launch_on_gpu(kernel: Any, args: tuple[Any, ...], target: str | None, strea
 def _on_stream(stream: Any, device: Any) -> contextlib.AbstractContextManager:
     import torch
 
-    return torch.cuda.stream(stream if isinstance(stream, torch.cuda.Stream) else torch.cuda.ExternalStream(stream, device))
+    if not isinstance(stream, torch.cuda.Stream):
+        stream = torch.cuda.ExternalStream(stream, device)
+    return torch.cuda.stream(stream)
 
 
 def _launch_in_emulator(compiled: Compiled, args: tuple[Any, ...], emulation: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """What a kernel takes: one argument description per parameter of its host entry, in order.
 
-A kernel's `signature()` returns a tuple of these. They are plain data: the launcher checks real tensors against them
-and builds the fake tensors a kernel is compiled with from them.
+A kernel's `signature()` returns a tuple of these. They are plain data: the launcher checks real tensors
+against them and builds the fake tensors a kernel is compiled with from them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ class TensorArg:
 
     name: the name used in error messages.
     dtype: one of "bf16", "f16", "f32", "i32", "i64", "u8".
-    shape: an int is a fixed extent, a str names a dynamic one; equal names must have equal values within one call.
+    shape: an int is a fixed extent, a str names a dynamic one; equal names must have equal values within one
+        call.
     align: bytes the address of the first element is a multiple of.
-    strides: None for compact row-major; otherwise one entry per dimension, in elements, int or str. A dynamic stride
-        is a multiple of `align // itemsize` elements unless it belongs to the innermost dimension, so that every row
-        starts aligned.
+    strides: None for compact row-major; otherwise one entry per dimension, in elements, int or str. A dynamic
+        stride is a multiple of `align // itemsize` elements, unless it belongs to the innermost dimension, so
+        that every row starts aligned.
 
     Raises ValueError for a dtype, alignment, rank or symbol that cannot be meant.
     """
@@ -48,7 +49,9 @@ class TensorArg:
             raise ValueError(f"{self.name}: {len(self.strides)} strides for {len(self.shape)} dimensions")
         for what, entries in (("extent", self.shape), ("stride", self.strides or ())):
             for entry in entries:
-                valid = _NAME.match(entry) if isinstance(entry, str) else isinstance(entry, int) and entry >= 0
+                valid = (
+                    _NAME.match(entry) if isinstance(entry, str) else isinstance(entry, int) and entry >= 0
+                )
                 if not valid:
                     raise ValueError(f"{self.name}: {what} {entry!r}, expected an int >= 0 or an identifier")
 

@@ -12,8 +12,9 @@ class UnsupportedTargetError(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """name: what the compiler is given. capability: the one compute capability its code runs on (the "a" suffix of an
-    architecture excludes every other). default: whether tensors on such a GPU select it without being asked."""
+    """name: what the compiler is given. capability: the one compute capability its code runs on (the "a"
+    suffix of an architecture excludes every other). default: whether tensors on such a GPU select it without
+    being asked."""
 
     name: str
     capability: tuple[int, int]
@@ -32,9 +33,10 @@ EMULATED_DEFAULT = TARGETS["sm_100a"]
 
 
 def resolve_target(name: str | None, device: Any = None) -> Target:
-    """The target called `name`, or without a name the one for `device`, a torch.device (CPU: the emulated default).
+    """The target called `name`; without a name the one of `device`, a torch.device (CPU: sm_100a).
 
-    Raises UnsupportedTargetError for an unknown name, for a GPU without kernels, and for a name that the GPU cannot run.
+    Raises UnsupportedTargetError for an unknown name, for a GPU without kernels, and for a name that the GPU
+    cannot run.
     """
     if name is not None and name not in TARGETS:
         raise UnsupportedTargetError(f"target: got {name!r}, expected one of {', '.join(TARGETS)}")
@@ -55,9 +57,9 @@ def resolve_target(name: str | None, device: Any = None) -> Target:
         if target.default and target.capability == capability:
             return target
     supported = ", ".join(f"{_dotted(t.capability)} ({t.name})" for t in TARGETS.values() if t.default)
+    gpu = f"{torch.cuda.get_device_name(device)}, compute capability {_dotted(capability)}"
     raise UnsupportedTargetError(
-        f"no kernels for {device} ({torch.cuda.get_device_name(device)}, compute capability {_dotted(capability)}); "
-        f"supported: {supported}. CPU tensors run in the emulator"
+        f"no kernels for {device} ({gpu}); supported: {supported}. CPU tensors run in the emulator"
     )
 
 

@@ -78,7 +78,9 @@ def test_compiler_errors_carry_the_compilers_words_and_leave_nothing_behind(tmp_
 def test_concurrent_processes_compile_a_library_once(source, tmp_path, cache):
     log = tmp_path / "compilations"
     compiler = tmp_path / "logging-cc"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo x >> {log}; sleep 0.5;; esac\nexec cc "$@"\n')
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo x >> {log}; sleep 0.5;; esac\nexec cc "$@"\n'
+    )
     compiler.chmod(0o755)
     script = (
         "import sys; from pathlib import Path; from cute_gemma.emulator.build import build_library;"

@@ -1,4 +1,5 @@
-"""Launch capture: a compiled function's own host code runs on the CPU and every launch it makes is handed over."""
+"""Launch capture: a compiled function's own host code runs on the CPU and every launch it makes is handed
+over."""
 
 import ctypes
 import dataclasses
@@ -48,7 +49,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Chain:
-    """Two kernels in a row: the first on clusters of two with `smem` bytes, the second programmatically dependent."""
+    """Two kernels in a row: the first on clusters of two with `smem` bytes, the second programmatically
+    dependent."""
 
     smem: int = 0
     block: int = 64
@@ -96,7 +98,9 @@ class TmaLoad:
 
 
 def fake_vector(dtype=Float32):
-    return cute.runtime.make_fake_compact_tensor(dtype, (cute.sym_int32(),), stride_order=(0,), assumed_align=16)
+    return cute.runtime.make_fake_compact_tensor(
+        dtype, (cute.sym_int32(),), stride_order=(0,), assumed_align=16
+    )
 
 
 def fake_stream(options=TVM_FFI):
@@ -164,8 +168,10 @@ def test_cross_compiled_functions_are_captured(tmp_path):
         "from cute_gemma.emulator.capture import capture_launches, compile\n"
         "from test_capture import Scale, fake_stream, fake_vector\n"
         "for target in ('sm_90a', 'sm_100a'):\n"
-        "    compiled = compile(Scale(), fake_vector(), fake_vector(), Float32(0), fake_stream(''), target=target)\n"
-        "    (launch,) = capture_launches(compiled, torch.zeros(5), torch.zeros(5), Float32(1), cuda.CUstream(0))\n"
+        "    fakes = fake_vector(), fake_vector(), Float32(0), fake_stream('')\n"
+        "    compiled = compile(Scale(), *fakes, target=target)\n"
+        "    x = torch.zeros(5)\n"
+        "    (launch,) = capture_launches(compiled, x, x, Float32(1), cuda.CUstream(0))\n"
         "    assert f'.target {target}' in launch.ptx\n"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
@@ -239,7 +245,9 @@ def test_a_tensor_map_is_a_parameter_with_the_tensors_address():
     tensor = torch.zeros(100, 96, dtype=torch.bfloat16)[:, :64]
     (launch,) = capture_launches(compiled, tensor)
     (descriptor,) = (
-        value for param, value in zip(launch.entry.params, launch.params) if param.size == 128 and param.align >= 64
+        value
+        for param, value in zip(launch.entry.params, launch.params)
+        if param.size == 128 and param.align >= 64
     )
     assert int.from_bytes(descriptor[:8], "little") == tensor.data_ptr()
     assert int.from_bytes(descriptor[12:16], "little") * 16 == 96 * 2, "row stride in bytes"
@@ -255,7 +263,9 @@ def test_parameters_are_packed_at_their_ptx_offsets(chain):
 
 
 def test_the_runtime_refuses_more_shared_memory_than_the_device_has():
-    compiled = capture.compile(Chain(smem=228 * 1024), fake_vector(), Int32(0), fake_stream(), options=TVM_FFI)
+    compiled = capture.compile(
+        Chain(smem=228 * 1024), fake_vector(), Int32(0), fake_stream(), options=TVM_FFI
+    )
     with pytest.raises(LaunchError, match="233472 bytes of dynamic shared memory"):
         capture_launches(compiled, torch.zeros(8), 1)
 
@@ -285,7 +295,9 @@ def test_the_host_codes_own_argument_checks_raise(scale):
 
 
 def test_a_function_without_ptx_says_how_to_keep_it():
-    compiled = cute.compile(Scale(), fake_vector(), fake_vector(), Float32(0), fake_stream(""), options="--gpu-arch sm_100a")
+    compiled = cute.compile(
+        Scale(), fake_vector(), fake_vector(), Float32(0), fake_stream(""), options="--gpu-arch sm_100a"
+    )
     with pytest.raises(CaptureError, match="--keep-ptx"):
         capture_launches(compiled, torch.zeros(1), torch.zeros(1), Float32(1), cuda.CUstream(0))
     with pytest.raises(CaptureError, match="what cute.compile returned"):
@@ -294,7 +306,10 @@ def test_a_function_without_ptx_says_how_to_keep_it():
 
 def test_host_code_that_needs_more_of_the_runtime_is_a_build_error_naming_it(tmp_path, scale):
     source = tmp_path / "host.c"
-    source.write_text("int _cudaMallocAsync(void **, unsigned long); int entry(void) { void *p; return _cudaMallocAsync(&p, 4); }")
+    source.write_text(
+        "int _cudaMallocAsync(void **, unsigned long);\n"
+        "int entry(void) { void *p; return _cudaMallocAsync(&p, 4); }\n"
+    )
     subprocess.run(["cc", "-c", "-fPIC", str(source), "-o", str(tmp_path / "host.o")], check=True)
     with pytest.raises(BuildError, match="_cudaMallocAsync"):
         capture.HostCode((tmp_path / "host.o").read_bytes(), scale.artifacts.PTX, entry="entry")
@@ -312,7 +327,9 @@ def test_the_linked_host_code_loads_the_very_cubin_of_the_compiled_function(scal
 def test_capture_leaves_no_trace_in_the_environment_or_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
-    compiled = capture.compile(Scale(), fake_vector(), fake_vector(), Float32(0), fake_stream(), options=TVM_FFI)
+    compiled = capture.compile(
+        Scale(), fake_vector(), fake_vector(), Float32(0), fake_stream(), options=TVM_FFI
+    )
     capture_launches(compiled, torch.zeros(4), torch.zeros(4), 1.0)
     assert dict(os.environ) == before
     assert not list(tmp_path.iterdir())
@@ -320,7 +337,9 @@ def test_capture_leaves_no_trace_in_the_environment_or_the_folder(tmp_path, monk
 
 def test_linked_host_code_is_reused_and_dropped_with_its_function(scale):
     assert host_code(scale) is host_code(scale)
-    compiled = capture.compile(Scale(32), fake_vector(), fake_vector(), Float32(0), fake_stream(), options=TVM_FFI)
+    compiled = capture.compile(
+        Scale(32), fake_vector(), fake_vector(), Float32(0), fake_stream(), options=TVM_FFI
+    )
     host_code(compiled)
     count = len(capture._host_codes)
     del compiled
@@ -328,9 +347,12 @@ def test_linked_host_code_is_reused_and_dropped_with_its_function(scale):
     assert len(capture._host_codes) == count - 1
 
 
-@pytest.mark.parametrize("first, second", [("cutlass", "cute_gemma.emulator.capture"), ("cute_gemma.emulator.capture", "cutlass")])
+@pytest.mark.parametrize(
+    "first, second", [("cutlass", "cute_gemma.emulator.capture"), ("cute_gemma.emulator.capture", "cutlass")]
+)
 def test_import_order_does_not_matter_and_the_dsl_keeps_its_own_runtime(first, second, tmp_path):
-    """After a capture, the DSL still launches through the real runtime: without a driver that fails with a CUDA error."""
+    """After a capture, the DSL still launches through the real runtime: without a driver that fails with a
+    CUDA error."""
     script = tmp_path / "script.py"
     script.write_text(
         f"import os; before = dict(os.environ)\nimport {first}, {second}\n"

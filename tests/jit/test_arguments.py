@@ -37,13 +37,33 @@ def test_right_arguments_pass():
     [
         (dict(x=[1.0]), TypeError, "x: got list, expected a torch.Tensor"),
         (dict(x=torch.zeros(5, 16)), TypeError, "x: dtype torch.float32, expected torch.bfloat16"),
-        (dict(x=torch.zeros(5, 2, 8).bfloat16()), ValueError, r"x: shape \(5, 2, 8\), expected 2 dimensions, \(m, 16\)"),
+        (
+            dict(x=torch.zeros(5, 2, 8).bfloat16()),
+            ValueError,
+            r"x: shape \(5, 2, 8\), expected 2 dimensions, \(m, 16\)",
+        ),
         (dict(x=torch.zeros(5, 15).bfloat16()), ValueError, r"x: shape \(5, 15\), expected \(m, 16\)"),
-        (dict(x=torch.zeros(16, 5).bfloat16().T), ValueError, r"x: strides \(1, 5\), expected a contiguous tensor"),
-        (dict(y=torch.zeros(4, 16).bfloat16()), ValueError, r"y: shape \(4, 16\), expected m = 5 at dimension 0 as in x"),
+        (
+            dict(x=torch.zeros(16, 5).bfloat16().T),
+            ValueError,
+            r"x: strides \(1, 5\), expected a contiguous tensor",
+        ),
+        (
+            dict(y=torch.zeros(4, 16).bfloat16()),
+            ValueError,
+            r"y: shape \(4, 16\), expected m = 5 at dimension 0 as in x",
+        ),
         (dict(y=torch.zeros(16, 8).bfloat16().T[:5]), ValueError, r"y: strides \(1, 8\), expected \(ld, 1\)"),
-        (dict(y=torch.zeros(5, 20).bfloat16()[:, :16]), ValueError, r"y: strides \(20, 1\), expected a multiple of 8 at dimension 0"),
-        (dict(y=torch.zeros(5, 24).bfloat16()[:, 1:17]), ValueError, "y: address 0x[0-9a-f]+, expected a multiple of 16"),
+        (
+            dict(y=torch.zeros(5, 20).bfloat16()[:, :16]),
+            ValueError,
+            r"y: strides \(20, 1\), expected a multiple of 8 at dimension 0",
+        ),
+        (
+            dict(y=torch.zeros(5, 24).bfloat16()[:, 1:17]),
+            ValueError,
+            "y: address 0x[0-9a-f]+, expected a multiple of 16",
+        ),
         (dict(z=torch.zeros(3, 6)), ValueError, r"z: shape \(3, 6\), expected m = 5 at dimension 1 as in x"),
         (dict(z=torch.zeros(3, 5, device="meta")), ValueError, "z: on meta, expected cpu like x"),
         (dict(factor="1"), TypeError, "factor: got str '1', expected a float"),
@@ -78,7 +98,10 @@ def test_strides_of_extent_one_are_made_row_major():
 def test_unused_strides_of_strided_arguments_are_made_legal():
     y = torch.zeros(1, 16, dtype=torch.bfloat16).as_strided((1, 16), (3, 1))
     assert check_arguments(SIGNATURE[1:2], [y])[0].stride() == (16, 1)
-    pair = (TensorArg("a", "f32", ("m", 8), strides=("ld", 1)), TensorArg("b", "f32", ("n", 8), strides=("ld", 1)))
+    pair = (
+        TensorArg("a", "f32", ("m", 8), strides=("ld", 1)),
+        TensorArg("b", "f32", ("n", 8), strides=("ld", 1)),
+    )
     a, b = torch.zeros(2, 12)[:, :8], torch.zeros(1, 8)
     assert [tensor.stride() for tensor in check_arguments(pair, [a, b])] == [(12, 1), (12, 1)]
 

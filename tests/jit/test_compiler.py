@@ -1,4 +1,5 @@
-"""A kernel is compiled once for a target and every size, kept on disk, and compiled again when anything changes."""
+"""A kernel is compiled once for a target and every size, kept on disk, and compiled again when anything
+changes."""
 
 import os
 import subprocess
@@ -46,7 +47,9 @@ def test_one_compile_serves_every_size():
     assert jit.compile(Batched()) is compiled
     for b, s in ((1, 1), (2, 293), (3, 7)):
         x = torch.zeros(b, s, 16, dtype=torch.bfloat16)
-        (launch,) = capture_launches(compiled, x, torch.empty_like(x), torch.zeros(4, dtype=torch.int32), 1, 2**40)
+        (launch,) = capture_launches(
+            compiled, x, torch.empty_like(x), torch.zeros(4, dtype=torch.int32), 1, 2**40
+        )
         assert launch.grid == (s, b, 1)
 
 
@@ -115,7 +118,9 @@ def test_an_edit_anywhere_in_the_kernels_imports_changes_its_key(tmp_path, monke
     package = tmp_path / "somewhere"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    (package / "kernel.py").write_text("import cutlass\nfrom . import helper\nfrom .inner.deep import thing\n")
+    (package / "kernel.py").write_text(
+        "import cutlass\nfrom . import helper\nfrom .inner.deep import thing\n"
+    )
     (package / "helper.py").write_text("def f():\n    import somewhere.lazy\n")
     (package / "lazy.py").write_text("")
     (package / "inner" / "__init__.py").write_text("")
@@ -127,11 +132,16 @@ def test_an_edit_anywhere_in_the_kernels_imports_changes_its_key(tmp_path, monke
     before = source_digests("somewhere.kernel")
     own = {name for name in before if name.startswith("somewhere")}
     assert own == {
-        "somewhere", "somewhere.kernel", "somewhere.helper", "somewhere.lazy", "somewhere.inner.deep", "somewhere.sibling",
+        "somewhere", "somewhere.kernel", "somewhere.helper", "somewhere.lazy", "somewhere.inner.deep",
+        "somewhere.sibling",
     }  # fmt: skip
-    assert before.keys() - own == {"cute_gemma.jit.compiler", "cute_gemma.jit.signature"}, "no package, none of ours besides"
+    assert before.keys() - own == {"cute_gemma.jit.compiler", "cute_gemma.jit.signature"}, (
+        "no package, none of ours besides"
+    )
     (package / "sibling.py").write_text("# edited\n")
-    assert {k for k, v in source_digests("somewhere.kernel").items() if before[k] != v} == {"somewhere.sibling"}
+    assert {k for k, v in source_digests("somewhere.kernel").items() if before[k] != v} == {
+        "somewhere.sibling"
+    }
 
 
 def test_the_key_depends_on_configuration_target_options_compiler_and_cpu(monkeypatch):
@@ -154,7 +164,22 @@ def test_descriptions_tell_configurations_apart_and_refuse_the_rest():
     class Config:
         a: object = 1
 
-    values = [1, 1.0, True, "1", None, (1,), (1, 2), 0.1, float("nan"), b"1", int, {"a": 1}, frozenset((1,)), Config(2)]
+    values = [
+        1,
+        1.0,
+        True,
+        "1",
+        None,
+        (1,),
+        (1, 2),
+        0.1,
+        float("nan"),
+        b"1",
+        int,
+        {"a": 1},
+        frozenset((1,)),
+        Config(2),
+    ]
     texts = [describe(Config(value)) for value in values]
     assert len(set(texts)) == len(texts)
     with pytest.raises(TypeError, match="object .* has no stable description"):

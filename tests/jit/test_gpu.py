@@ -181,7 +181,10 @@ def main() -> None:
     torch.cuda.synchronize()
     for name, call in (
         ("jit.launch, 4 arguments", lambda: jit.launch(RowScale(), x, bias, y, 1.0, target=TARGET)),
-        ("the compiled function alone", lambda f=jit.compile(RowScale(), TARGET).gpu_function: f(x, bias, y, 1.0)),
+        (
+            "the compiled function alone",
+            lambda f=jit.compile(RowScale(), TARGET).gpu_function: f(x, bias, y, 1.0),
+        ),
     ):
         best = float("inf")
         for _ in range(20):

@@ -10,7 +10,12 @@ from cute_gemma.jit.launcher import GpuLauncher
 
 
 def arguments(m=5, device="cpu"):
-    return [torch.zeros(m, 8, device=device), torch.zeros(8, device=device), torch.zeros(m, 8, device=device), 2.0]
+    return [
+        torch.zeros(m, 8, device=device),
+        torch.zeros(8, device=device),
+        torch.zeros(m, 8, device=device),
+        2.0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,8 @@ def test_wrong_arguments_are_refused_before_emulation():
 
 
 @pytest.mark.parametrize(
-    "capability, wanted", [((10, 0), "sm_100a"), ((9, 0), None), ((10, 3), None), ((12, 0), None), ((8, 0), None)]
+    "capability, wanted",
+    [((10, 0), "sm_100a"), ((9, 0), None), ((10, 3), None), ((12, 0), None), ((8, 0), None)],
 )
 def test_a_gpu_selects_its_target_or_is_refused_by_name(monkeypatch, capability, wanted):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -50,9 +56,14 @@ def test_a_gpu_selects_its_target_or_is_refused_by_name(monkeypatch, capability,
     if wanted:
         assert jit.resolve_target(None, device).name == wanted
         return
-    with pytest.raises(jit.UnsupportedTargetError, match=rf"cuda:0 \(Some GPU.*{capability[0]}\.{capability[1]}.*10.0 \(sm_100a\)"):
+    with pytest.raises(
+        jit.UnsupportedTargetError,
+        match=rf"cuda:0 \(Some GPU.*{capability[0]}\.{capability[1]}.*10.0 \(sm_100a\)",
+    ):
         jit.resolve_target(None, device)
-    with pytest.raises(jit.UnsupportedTargetError, match="target sm_100a needs a GPU of compute capability 10.0"):
+    with pytest.raises(
+        jit.UnsupportedTargetError, match="target sm_100a needs a GPU of compute capability 10.0"
+    ):
         jit.resolve_target("sm_100a", device)
 
 
@@ -78,7 +89,7 @@ def test_right_arguments_go_straight_to_the_gpu():
 
 
 def test_what_the_host_code_cannot_see_is_checked_before():
-    recorder, (x, bias, y, factor) = Recorder(), arguments()
+    recorder, (_, bias, y, factor) = Recorder(), arguments()
     with pytest.raises(ValueError, match=r"x: strides \(1, 5\), expected a contiguous tensor"):
         GpuLauncher(recorder)((torch.zeros(8, 5).T, bias, y, factor))
     assert not recorder.calls

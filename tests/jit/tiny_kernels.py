@@ -33,9 +33,13 @@ class RowScale:
                 y[row, j] = x[row, j] * factor + bias[j]
 
     @cute.jit
-    def __call__(self, x: cute.Tensor, bias: cute.Tensor, y: cute.Tensor, factor: Float32, stream: cuda.CUstream):
+    def __call__(
+        self, x: cute.Tensor, bias: cute.Tensor, y: cute.Tensor, factor: Float32, stream: cuda.CUstream
+    ):
         grid = (cute.ceil_div(x.shape[0], self.threads), 1, 1)
-        self.kernel(x, bias, y, factor).launch(grid=grid, block=(self.threads, 1, 1), stream=stream, use_pdl=True)
+        self.kernel(x, bias, y, factor).launch(
+            grid=grid, block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,13 @@ class Batched:
 
     @cute.jit
     def __call__(
-        self, x: cute.Tensor, y: cute.Tensor, out: cute.Tensor, offset: Int32, wide: Int64, stream: cuda.CUstream
+        self,
+        x: cute.Tensor,
+        y: cute.Tensor,
+        out: cute.Tensor,
+        offset: Int32,
+        wide: Int64,
+        stream: cuda.CUstream,
     ):
         grid = (x.shape[1], x.shape[0], 1)
         self.kernel(x, y, out, offset, wide).launch(grid=grid, block=(16, 1, 1), stream=stream)
@@ -87,7 +97,9 @@ class Reverse:
 
     @cute.jit
     def __call__(self, x: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
-        self.kernel(x, y).launch(grid=(cute.ceil_div(x.shape[0], 128), 1, 1), block=(128, 1, 1), stream=stream)
+        self.kernel(x, y).launch(
+            grid=(cute.ceil_div(x.shape[0], 128), 1, 1), block=(128, 1, 1), stream=stream
+        )
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,8 @@ int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
   (void)device;
   if (attribute < 0 || attribute >= MAX_ATTRIBUTES || !device_attribute_known[attribute]) {
     snprintf(error_kind, sizeof error_kind, "NotImplementedError");
-    snprintf(error_message, sizeof error_message, "host code asks for device attribute %d, which capture does not model", attribute);
+    snprintf(error_message, sizeof error_message,
+             "host code asks for device attribute %d, which capture does not model", attribute);
     return INVALID_VALUE;
   }
   *value = device_attributes[attribute];
