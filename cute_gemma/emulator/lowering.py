@@ -49,6 +49,9 @@ _LANE_MASKS = {
 }
 
 
+_STEADY_SPECIALS = {*WARP_SPECIALS, *LAUNCH_SPECIALS, *_LANE_MASKS}
+
+
 def lowers(*words: str):
     """Registers a lowering for opcodes that start with one of `words`."""
 
@@ -419,7 +422,7 @@ def _aliases(kernel: ptx.Kernel) -> dict[int, object]:
             continue
         if ins.words[0] == "mov" and isinstance(operands[0], ptx.Reg) and operands[0].bits > 1:
             value = operands[1]
-            if isinstance(value, ptx.Imm) or (isinstance(value, ptx.Special) and value.name not in TIME_SPECIALS):
+            if isinstance(value, ptx.Imm) or (isinstance(value, ptx.Special) and value.name in _STEADY_SPECIALS):
                 found[operands[0].id] = value
             elif isinstance(value, ptx.Symbol) and value.name in kernel.params:
                 found[operands[0].id] = value

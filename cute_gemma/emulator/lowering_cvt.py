@@ -97,7 +97,7 @@ def _int_to_int(ins: ptx.Instruction, b: Builder, to: str, source: str, words) -
     width = max(bits, b.width(d)) if isinstance(d, ptx.Reg) else bits
     if bits == 64:
         wide = value
-        if _INTS[source] < 64:
+        if _INTS[source] < 64 and not words:
             wide = b.temp(64)
             b.emit("CVT_S64_S32" if source[0] == "s" else "CVT_U64_U32", wide, value)
         return b.emit("MOV_B64", b.dst(d, 64), wide)

@@ -50,7 +50,7 @@ Status op_FMA_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask
 
 // PTX ISA: ex2.approx.ftz.bf16 has a relative error of 2^-7, ex2.approx.f16 of 2^-9.9; tanh.approx an absolute one of
 // 2^-8 (bf16) and 2^-10.987 (f16). Rounding the exact value stays well within; the edge is a step of one unit away.
-static Status half_approx(Warp *w, const Op *op, u32 mask, Scalar f) {
+static Status half_approx(Warp *w, const Op *op, u32 mask, Scalar f, u32 most) {   // most: bits no result exceeds
   REFS;
   ALIGNED_ROW u32 out[LANES];
   Op plain = *op;
@@ -67,13 +67,15 @@ static Status half_approx(Warp *w, const Op *op, u32 mask, Scalar f) {
     for (int k = 0; k < (op->sub & FM_X2 ? 2 : 1); k++) {
       const u32 v = d[l] >> 16 * k & 0x7fff, up = source[l] * 0x9e3779b1u >> (31 - k) & 1;
       if (v == 0 || v >= infinity - 1) continue;
-      d[l] += up ? 1u << 16 * k : 0u - (1u << 16 * k);
+      d[l] += up && v < most ? 1u << 16 * k : 0u - (1u << 16 * k);
     }
   }
   return ST_NEXT;
 }
-Status op_EX2_HALF(Warp *w, const Op *op, u32 mask) { return half_approx(w, op, mask, ex2); }
-Status op_TANH_HALF(Warp *w, const Op *op, u32 mask) { return half_approx(w, op, mask, tanh_half); }
+Status op_EX2_HALF(Warp *w, const Op *op, u32 mask) { return half_approx(w, op, mask, ex2, 0x7fff); }
+Status op_TANH_HALF(Warp *w, const Op *op, u32 mask) {
+  return half_approx(w, op, mask, tanh_half, op->sub & FM_BF16 ? 0x3f80 : 0x3c00);        // 1
+}
 
 static u32 extremum(u32 a, u32 b, int max, u32 sub) {
   const u32 infinity = sub & FM_BF16 ? 0x7f80 : 0x7c00, least = sub & FM_BF16 ? 0x80 : 0x400;
