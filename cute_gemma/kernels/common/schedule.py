@@ -27,7 +27,7 @@ MIN_SHARE_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Section:
-    """One grid of output tiles; all three values are dynamic."""
+    """One grid of output tiles."""
 
     m_tiles: Any
     n_tiles: Any
@@ -40,7 +40,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Unit:
-    """A tile, or a piece of one, as one worker computes it. All values are dynamic.
+    """A tile, or a piece of one, as one worker computes it.
 
     tile: number of the tile; section: number of its section; m, n: its place in that section's grid.
     k_begin, k_end: the k blocks [k_begin, k_end) of this piece.
@@ -75,18 +75,18 @@ class TileSchedule:
     def share_begin(self, worker):
         """First split k block of a worker; share_begin(workers) is the end of the last share."""
         quotient, rest = self.split_blocks // self.workers, self.split_blocks % self.workers
-        return worker * quotient + cutlass.min(worker, rest)
+        return worker * quotient + minimum(worker, rest)
 
     def share_owner(self, block):
         """The worker whose share holds a split k block."""
         quotient, rest = self.split_blocks // self.workers, self.split_blocks % self.workers
         long_blocks = rest * (quotient + 1)
-        in_short = rest + (block - long_blocks) // cutlass.max(quotient, 1)
+        in_short = rest + (block - long_blocks) // maximum(quotient, 1)
         return select(block < long_blocks, block // (quotient + 1), in_short)
 
     def tile_of_block(self, block):
         """The split tile that holds a split k block."""
-        tile, begin = Int32(0), Int32(0)
+        tile, begin = 0, 0
         for section in self.sections:
             blocks = section.tiles * section.k_blocks
             tile += clamp(block - begin, blocks) // section.k_blocks
@@ -95,7 +95,7 @@ class TileSchedule:
 
     def begin_of_tile(self, tile):
         """First split k block of a split tile."""
-        begin, first = Int32(0), Int32(0)
+        begin, first = 0, 0
         for section in self.sections:
             begin += clamp(tile - first, section.tiles) * section.k_blocks
             first += section.tiles
@@ -103,7 +103,7 @@ class TileSchedule:
 
     def unit_count(self, worker):
         """How many units a worker computes."""
-        whole = cutlass.max((self.tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
+        whole = maximum((self.tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
         return self._split_units(worker) + whole if self.splits else whole
 
     def unit(self, worker, index):
@@ -112,7 +112,7 @@ class TileSchedule:
             tile = worker + index * self.workers
             section, in_section, k_blocks = self._locate(tile)
             m, n = self._place(section, in_section)
-            return Unit(tile, section, m, n, Int32(0), k_blocks, worker, Int32(1))
+            return Unit(tile, section, m, n, 0, k_blocks, worker, 1)
 
         split_units = self._split_units(worker)
         begin, end = self.share_begin(worker), self.share_begin(worker + 1)
@@ -124,8 +124,8 @@ class TileSchedule:
         section, in_section, k_blocks = self._locate(tile)
         tile_begin = self.begin_of_tile(tile)
         tile_end = tile_begin + k_blocks
-        k_begin = select(is_split, cutlass.max(begin - tile_begin, 0), 0)
-        k_end = select(is_split, cutlass.min(end - tile_begin, k_blocks), k_blocks)
+        k_begin = select(is_split, maximum(begin - tile_begin, 0), 0)
+        k_end = select(is_split, minimum(end - tile_begin, k_blocks), k_blocks)
         first_worker = select(is_split, self.share_owner(tile_begin), worker)
         pieces = select(is_split, self.share_owner(tile_end - 1) - first_worker + 1, 1)
         m, n = self._place(section, in_section)
@@ -141,8 +141,8 @@ class TileSchedule:
 
     def _locate(self, tile):
         """(section, tile within it, its k blocks)."""
-        section, first, k_blocks = Int32(0), Int32(0), self.sections[0].k_blocks
-        begin = Int32(0)
+        section, first, k_blocks = 0, 0, self.sections[0].k_blocks
+        begin = 0
         for number, candidate in enumerate(self.sections[:-1], start=1):
             begin += candidate.tiles
             beyond = tile >= begin
@@ -159,43 +159,59 @@ class TileSchedule:
             n_tiles = select(section == number, candidate.n_tiles, n_tiles)
         group_tiles = self.group_m * n_tiles
         first_m = (tile // group_tiles) * self.group_m
-        rows = cutlass.min(m_tiles - first_m, self.group_m)
+        rows = minimum(m_tiles - first_m, self.group_m)
         in_group = tile % group_tiles
         return first_m + in_group % rows, in_group // rows
 
 
 def plan(sections: tuple, max_workers: int, group_m: int, stream_k: bool) -> TileSchedule:
-    """Choose workers and the split part on the host, from dynamic section sizes.
-
-    Without stream_k every tile is whole. With it the tiles that do not fill a round of workers are split, together
-    with one full round, so that shares are long; fewer than two rounds are split altogether, and when one round is
-    not half full each tile is cut into equal pieces if that occupies three quarters of the workers.
-    """
-    tiles = Int32(0)
-    for section in sections:
+    """Choose workers and the split part from the sections' sizes; see `split_plan`. Without stream_k all is whole."""
+    tiles = sections[0].tiles
+    for section in sections[1:]:
         tiles += section.tiles
     if not stream_k:
-        workers = cutlass.min(tiles, max_workers)
-        return TileSchedule(sections, workers, tiles, Int32(0), Int32(0), group_m, False)
-
-    rest = tiles % max_workers
-    split_tiles = select(tiles < 2 * max_workers, tiles, max_workers + rest)
-    split_tiles = select(rest == 0, 0, split_tiles)
-    draft = TileSchedule(sections, Int32(max_workers), tiles, split_tiles, Int32(0), group_m, True)
-    split_blocks = draft.begin_of_tile(split_tiles)
-    even = max_workers // cutlass.min(tiles, max_workers) * tiles
-    workers = select(even * 4 >= 3 * max_workers, cutlass.min(even, max_workers), max_workers)
-    few_blocks = cutlass.max(split_blocks // MIN_SHARE_BLOCKS, 1)
-    workers = select(split_tiles == tiles, cutlass.min(workers, few_blocks), workers)
-    workers = select(split_tiles == 0, cutlass.min(tiles, max_workers), workers)
+        return TileSchedule(sections, minimum(tiles, max_workers), tiles, 0, 0, group_m, False)
+    whole = TileSchedule(sections, max_workers, tiles, 0, 0, group_m, True)
+    split_tiles, split_blocks, workers = split_plan(tiles, whole.begin_of_tile, max_workers)
     return TileSchedule(sections, workers, tiles, split_tiles, split_blocks, group_m, True)
 
 
+def split_plan(tiles, begin_of_tile, max_workers: int) -> tuple:
+    """(tiles to split, their k blocks, workers) for a stream-K schedule of `tiles` tiles.
+
+    The tiles that do not fill a round of workers are split, together with one full round, so that shares are long;
+    fewer than two rounds are split altogether. When one round is not half full, each tile is cut into equal pieces
+    if that occupies three quarters of the workers. begin_of_tile(t): k blocks of the first t tiles.
+    """
+    rest = tiles % max_workers
+    split_tiles = select(tiles < 2 * max_workers, tiles, max_workers + rest)
+    split_tiles = select(rest == 0, 0, split_tiles)
+    split_blocks = begin_of_tile(split_tiles)
+    even = minimum(max_workers // minimum(tiles, max_workers) * tiles, max_workers)
+    workers = select(even * 4 >= 3 * max_workers, even, max_workers)
+    workers = select(split_tiles == tiles, minimum(workers, maximum(split_blocks // MIN_SHARE_BLOCKS, 1)), workers)
+    workers = select(split_tiles == 0, minimum(tiles, max_workers), workers)
+    return split_tiles, split_blocks, workers
+
+
+# The schedule is arithmetic on non-negative integers, dynamic in a kernel and plain in host code and tests.
+
+
 def select(condition, if_true, if_false):
-    """Dynamic integer choice without a branch."""
+    """Integer choice without a branch."""
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
     return Int32(cutlass.select_(condition, Int32(if_true), Int32(if_false)))
 
 
+def minimum(a, b):
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.min(a, b)
+
+
+def maximum(a, b):
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else cutlass.max(a, b)
+
+
 def clamp(value, upper):
-    """Keep a dynamic integer within [0, upper]."""
-    return cutlass.min(cutlass.max(value, 0), upper)
+    """Keep an integer within [0, upper]."""
+    return minimum(maximum(value, 0), upper)

@@ -49,6 +49,7 @@ from cute_gemma.kernels.common import bf16
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.sm100.boxes import BOX_BYTES, WarpBoxes, box_layout, box_tma
 from cute_gemma.kernels.sm100.tmem import CHUNK, accumulator_rows, fence_after_sync, fence_before_sync
+from cute_gemma.kernels.sm100.tuning import BLOCK_K, GemmTuning
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
@@ -56,67 +57,12 @@ TMA_WARP = 5
 THREADS = 192
 WARP = 32
 
-BLOCK_K = 64  # one 128-byte swizzle row of bf16
 ACC_STAGES = 2
 SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, compute capability 10.0
 BARRIER_BYTES = 256  # at most, with the TMEM address
 ALIGNMENT = 1024  # of shared memory under a 128-byte swizzle: eight rows of 128 bytes
 TMEM_COLUMNS = 512
-
-
-@dataclass(frozen=True)
-class GemmTuning:
-    """Tile shape and schedule of a GEMM.
-
-    tile_m: rows of an accumulator over its CTAs, 128 (one CTA) or 256 (a CTA pair, cta_group::2).
-    tile_n: columns of an accumulator, a multiple of 64 up to 256. stages: shared-memory stages (None: as many as fit).
-    stream_k: split tiles over K where whole tiles would leave workers idle. group_m: tile rows walked together.
-    sm_count: CTAs resident at once; B200 has 148 SMs.
-    """
-
-    tile_m: int = 128
-    tile_n: int = 128
-    stages: int | None = None
-    stream_k: bool = False
-    group_m: int = 8
-    sm_count: int = 148
-
-    def __post_init__(self) -> None:
-        if self.tile_m not in (128, 256):
-            raise ValueError(f"tile_m: {self.tile_m}, expected 128 or 256")
-        if self.tile_n % 64 or not 64 <= self.tile_n <= TMEM_COLUMNS // ACC_STAGES:
-            raise ValueError(f"tile_n: {self.tile_n}, expected a multiple of 64 from 64 to 256")
-        if self.sm_count < self.ctas:
-            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.ctas} CTAs of one tile")
-        if self.group_m < 1:
-            raise ValueError(f"group_m: {self.group_m}, expected at least 1")
-        if self.stages is not None and self.stages < 2:
-            raise ValueError(f"stages: {self.stages}, expected at least 2")
-
-    @property
-    def ctas(self) -> int:
-        """CTAs that share one accumulator tile."""
-        return self.tile_m // 128
-
-    @property
-    def workers(self) -> int:
-        """Most tiles in work at once."""
-        return self.sm_count // self.ctas
-
-    @property
-    def stage_bytes(self) -> int:
-        """Shared memory of one stage in one CTA: 128 rows of A and this CTA's part of B."""
-        return (128 + self.tile_n // self.ctas) * BLOCK_K * 2
-
-    @property
-    def partial_floats(self) -> int:
-        """fp32 elements of the workspace for pieces of split tiles: two slots a worker."""
-        return 2 * self.workers * self.tile_m * self.tile_n
-
-    @property
-    def counters(self) -> int:
-        """int32 counters of the workspace, one for each 32 rows of a split tile; zero between launches."""
-        return 2 * self.workers * self.tile_m // WARP
+SUM_CHUNKS = 2  # chunks of a split tile added up at a time: 64 sums and as many loads in flight a thread
 
 
 @dataclass(frozen=True)
@@ -408,7 +354,7 @@ class PersistentGemm:
         count = schedule.unit_count(worker)
 
         first = schedule.unit(worker, Int32(0))
-        ahead = cutlass.min(first.k_end - first.k_begin, self.stage_count)
+        ahead = Int32(cutlass.min(first.k_end - first.k_begin, self.stage_count))
         if count == 0:
             ahead = Int32(0)
         early = state.clone()
@@ -423,7 +369,7 @@ class PersistentGemm:
 
         for index in cutlass.range(count, unroll=1):
             unit = schedule.unit(worker, index)
-            begin = unit.k_begin
+            begin = Int32(unit.k_begin)
             if index == 0:
                 begin += ahead
             for k in cutlass.range(begin, unit.k_end, unroll=1):
@@ -532,15 +478,18 @@ class PersistentGemm:
         complete = arrived == unit.pieces - 1
         if complete:
             cute.arch.sync_warp()
-            for chunk in cutlass.range_constexpr(rows.chunks):
-                total = cute.make_rmem_tensor(CHUNK, Float32)
+            for first in cutlass.range_constexpr(0, rows.chunks, SUM_CHUNKS):
+                total = cute.make_rmem_tensor((CHUNK, SUM_CHUNKS), Float32)
                 total.fill(0.0)
                 for piece in cutlass.range(unit.pieces, unroll=1):
                     slot = schedule.partial_slot(unit.first_worker + piece, unit.tile)
-                    part = cute.make_rmem_tensor(CHUNK, Float32)
-                    cute.copy(self.partial_atom(), self.partial_rows(workspace, slot, row)[None, chunk], part)
+                    part = cute.make_rmem_tensor((CHUNK, SUM_CHUNKS), Float32)
+                    source = self.partial_rows(workspace, slot, row)
+                    for chunk in cutlass.range_constexpr(SUM_CHUNKS):
+                        cute.copy(self.partial_atom(), source[None, first + chunk], part[None, chunk])
                     total.store(total.load() + part.load())
-                rows.write(chunk, total)
+                for chunk in cutlass.range_constexpr(SUM_CHUNKS):
+                    rows.write(first + chunk, total[None, chunk])
             rows.written()
             if cute.arch.lane_idx() == 0:
                 cute.arch.store(counter, Int32(0))
