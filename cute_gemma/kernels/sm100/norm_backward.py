@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
 
 from ...jit.signature import Signature, TensorArg
 
@@ -186,7 +187,7 @@ class NormBackward:
         """Adds the threads' grad_w that share a column, in row-lane order, and writes partials[cta]."""
         lanes = self.head_dim // VECTOR
         groups = 32 * self.tuning.warps // lanes
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sums = smem.allocate_tensor(
             cutlass.Float32, cute.make_layout((groups, self.head_dim), stride=(self.head_dim, 1)), 16
         )
