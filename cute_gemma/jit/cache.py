@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import dataclasses
 import enum
 import hashlib
@@ -72,13 +73,15 @@ def _qualified(cls: type) -> str:
 
 def cache_key(kernel: Any, target: str, options: str) -> str:
     """The key of a kernel's compiled form: its configuration, every first-party source file its module
-    imports directly or not, the compiler's version, the target and options, and the CPU that the host code is
-    made for."""
+    imports directly or not, the compiler's version and settings, the target and options, and the CPU that the
+    host code is made for."""
     parts = {
         "format": FORMAT,
         "kernel": describe(kernel),
         "sources": source_digests(type(kernel).__module__),
         "dsl": dsl_version(),
+        "toolkit": toolkit(),
+        "environment": sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_")),
         "target": target,
         "options": options,
         "cpu": cpu_identity(),
@@ -96,6 +99,18 @@ def dsl_version() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name}=={importlib.metadata.version(name)}")
     return " ".join(versions)
+
+
+@lru_cache(maxsize=1)
+def toolkit() -> str:
+    """The CUDA flavour of its libraries that the compiler picks: the newest, unless the driver is too old."""
+    version = ctypes.c_int(0)
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return "cu12" if version.value < 13000 else "newest"
+    except (OSError, AttributeError):
+        pass
+    return "newest"
 
 
 def source_digests(module: str) -> dict[str, str]:

@@ -132,6 +132,14 @@ def _load_or_compile(kernel: Any, target: Target, options: str) -> Compiled:
 
 
 def _from_files(kernel: Any, target: Target, files: dict[str, bytes], folder: Path | None) -> Compiled:
+    version = ptxas_version(files[_CUBIN])
+    if version[0] < _WANTED_CUDA_MAJOR:
+        warnings.warn(
+            f"kernels compiled by ptxas {version[0]}.{version[1]}; they are verified with "
+            f"{_WANTED_CUDA_MAJOR}.x: install nvidia-cutlass-dsl[cu13] and, for GPUs, a CUDA 13 driver",
+            ToolchainWarning,
+            stacklevel=4,
+        )
     return Compiled(
         kernel=kernel,
         target=target,
@@ -158,14 +166,6 @@ def _compile(kernel: Any, target: Target, options: str) -> dict[str, bytes]:
         raise AssertionError(f"the object's entry is {entry}, expected {_ENTRY}")
     if cubin not in object_code:
         raise AssertionError("the cubin kept by the compiler is not the one in the object file")
-    version = ptxas_version(cubin)
-    if version[0] < _WANTED_CUDA_MAJOR:
-        warnings.warn(
-            f"kernels compiled by ptxas {version[0]}.{version[1]}; they are verified with "
-            f"{_WANTED_CUDA_MAJOR}.x: install nvidia-cutlass-dsl[cu13] and, for GPUs, a CUDA 13 driver",
-            ToolchainWarning,
-            stacklevel=2,
-        )
     return {
         _OBJECT: object_code,
         _PTX: ptx.encode(),

@@ -29,8 +29,10 @@ def test_the_toolchain_is_cuda_13():
 
 def test_an_older_toolchain_is_warned_about(monkeypatch, fresh_cache):
     monkeypatch.setattr(compiler, "ptxas_version", lambda cubin: (12, 9))
-    with pytest.warns(jit.ToolchainWarning, match=r"ptxas 12.9.*nvidia-cutlass-dsl\[cu13\]"):
-        jit.compile(RowScale())
+    for _ in ("compiled", "from the disk cache"):
+        with pytest.warns(jit.ToolchainWarning, match=r"ptxas 12.9.*nvidia-cutlass-dsl\[cu13\]"):
+            jit.compile(RowScale())
+        compiler.forget()
 
 
 def test_the_cubin_is_the_one_in_the_object_that_is_launched():
@@ -153,6 +155,12 @@ def test_the_key_depends_on_configuration_target_options_compiler_and_cpu(monkey
     keys.append(key())
     monkeypatch.undo()
     monkeypatch.setattr(cache, "dsl_version", lambda: "4.9.0")
+    keys.append(key())
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "toolkit", lambda: "cu12")
+    keys.append(key())
+    monkeypatch.undo()
+    monkeypatch.setenv("CUTE_DSL_ENABLE_ASSERTIONS", "1")
     keys.append(key())
     monkeypatch.undo()
     assert len(set(keys)) == len(keys)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny_kernels import RowScale
+from tiny_kernels import Reverse, RowScale
 
-from cute_gemma import jit
+from cute_gemma import emulator, jit
 from cute_gemma.jit import launcher
 from cute_gemma.jit.launcher import GpuLauncher
 
@@ -123,3 +123,45 @@ def test_emulation_options_do_not_go_to_a_gpu():
 def test_calls_without_tensors_are_refused_on_a_gpu():
     with pytest.raises(ValueError, match="backend 'cuda' runs on CUDA tensors, got no tensor"):
         launcher.launch(RowScale(), 1, 2, backend="cuda")
+
+
+def test_cpu_tensors_run_in_the_emulator():
+    torch.manual_seed(0)
+    for m in (1, 64, 65):
+        x, bias, wide = torch.randn(m, 8), torch.randn(8), torch.full((m, 24), float("nan"))
+        (report,) = jit.launch(RowScale(), x, bias, wide[:, 8:16], 3.0)
+        torch.testing.assert_close(wide[:, 8:16], torch.addcmul(bias, x, torch.tensor(3.0)))
+        assert wide[:, :8].isnan().all() and wide[:, 16:].isnan().all()
+        assert report.launch.grid == (-(-m // 64), 1, 1) and report.launch.programmatic
+
+
+def test_shared_memory_runs_in_the_emulator_under_every_schedule():
+    x = torch.randn(300)
+    for schedule in ("lazy", "eager", "random:1"):
+        y = torch.empty(300)
+        jit.launch(Reverse(), x, y, emulation=emulator.Options(schedule=schedule))
+        assert torch.equal(y, torch.cat([block.flip(0) for block in x.split(128)]))
+
+
+def test_parameters_and_unused_strides_are_accepted_in_the_emulator():
+    x, y = torch.nn.Parameter(torch.randn(8).as_strided((1, 8), (3, 1))), torch.empty(1, 8)
+    jit.launch(RowScale(), x, torch.zeros(8), y, 1.0)
+    assert torch.equal(y, x)
+
+
+def test_an_access_outside_the_given_tensors_is_a_fault():
+    """The kernel's extent is made to disagree with the memory: the second block has no rows to read."""
+    compiled = jit.compile(RowScale())
+    x, y = torch.zeros(65, 8), torch.zeros(65, 8)
+    launches = emulator.capture_launches(compiled, x, torch.zeros(8), y, 1.0)
+    regions = [emulator.Region(tensor.data_ptr(), 64 * 32) for tensor in (x, y)]
+    with pytest.raises(emulator.MemoryFault):
+        emulator.run_launch(launches[0], regions)
+
+
+def test_both_entries_to_the_emulator_give_the_same_result():
+    x = torch.randn(200)
+    y, z = torch.empty(200), torch.empty(200)
+    jit.launch(Reverse(), x, y)
+    report = emulator.emulate(jit.compile(Reverse()), x, z)
+    assert torch.equal(y, z) and report.warp_instructions > 0
