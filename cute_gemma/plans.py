@@ -14,6 +14,7 @@ from . import jit
 from .config import AttentionConfig
 from .emulator.launch import Launch
 from .jit.signature import TensorArg
+from .kernels.common.mask import MASK_TILE, SCAN_COLUMNS
 from .kernels.registry import ForwardKernels, forward_kernels
 
 # What cudaMalloc aligns to (CUDA C++ Programming Guide, device memory accesses); no kernel asks for more.
@@ -202,11 +203,23 @@ def _forward_kernels(config: AttentionConfig, target: str) -> ForwardKernels:
     return kernels
 
 
-def _add_mask_scan(builder: PlanBuilder, kernels: ForwardKernels, mask: Tensor | str | None) -> dict:
+def _add_mask_scan(
+    builder: PlanBuilder, kernels: ForwardKernels, mask: Tensor | str | None
+) -> dict[str, Tensor | str]:
     """The pre-pass over a mask tensor; returns what the attention kernel takes of it, by argument name."""
     if not isinstance(mask, Tensor):
         return {}
-    raise NotImplementedError("a mask tensor: its kernels are not there yet; pass 'causal' or None")
+    batch, _, seq, _ = mask.shape
+    tiles = -(-seq // MASK_TILE)
+    chunks = -(-seq // SCAN_COLUMNS)
+    classified = {
+        "mask": mask,
+        "row_max": builder.workspace.request("row_max", torch.float32, (batch, chunks, seq)),
+        "classes": builder.workspace.request("classes", torch.uint8, (batch, tiles, tiles)),
+    }
+    scanned = {name: classified[name] for name in ("row_max", "classes")}
+    builder.add("mask scan", kernels.mask_scan(_mask_kind(mask)), classified, scanned)
+    return classified
 
 
 def _add_attention(

@@ -80,9 +80,10 @@ def _sm100_forward() -> ForwardKernels:
         return MaskScan(mask)
 
     def attention(config: AttentionConfig, mask: str) -> Any:
-        from .sm100.attention import Attention
+        from .sm100.attention import Attention, MaskedAttention
 
-        return Attention(config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap, mask)
+        sizes = (config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap)
+        return Attention(*sizes, mask) if mask in ("causal", "none") else MaskedAttention(*sizes, mask_dtype=mask)
 
     def output_projection(config: AttentionConfig, rows: int) -> Any:
         from .sm100.out_proj import OutputProjection

@@ -1,0 +1,167 @@
+"""The kernels of 047, end to end in the emulator: both pass rules, every schedule, the commands users type."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_gemma
+from cute_gemma import functional, reference
+from cute_gemma.cli import main
+from cute_gemma.config import MASKED_AT_OR_BELOW
+from cute_gemma.emulator import Options as EmulatorOptions
+from cute_gemma.verification import Options, verify
+from cute_gemma.workloads import relative_error, workload
+
+ROOT = Path(__file__).resolve().parents[1]
+FORWARD = workload("047")
+SHAPES = [(1, 128), (2, 293), (1, 512), (1, 131), (1, 1), (3, 129)]
+# Shapes that also run under random schedules by default; the rest do with --slow.
+RANDOM_SHAPES = [(1, 131), (3, 129)]
+INPUT_SETS = [name for kind in FORWARD.kinds for name in FORWARD.input_sets(kind)]
+SEEDS = (1, 2, 3)
+
+
+def _assert_passes(result) -> None:
+    failed = [check for stage in result.stages for check in stage.checks if not check.passed]
+    assert not failed, failed
+    assert result.passed
+
+
+@pytest.mark.parametrize("name", INPUT_SETS)
+@pytest.mark.parametrize("batch, seq", SHAPES)
+def test_forward_passes_both_rules(batch, seq, name):
+    _assert_passes(verify(FORWARD, name, batch, seq))
+
+
+RANDOM_CASES = [
+    pytest.param(
+        batch,
+        seq,
+        name,
+        f"random:{seed}",
+        marks=() if (batch, seq) in RANDOM_SHAPES and name == "suite" and seed == 1 else pytest.mark.slow,
+    )
+    for batch, seq in SHAPES
+    for name in INPUT_SETS
+    for seed in SEEDS
+]
+
+
+@pytest.mark.parametrize("batch, seq, name, schedule", RANDOM_CASES)
+def test_forward_passes_both_rules_under_random_schedules(batch, seq, name, schedule):
+    _assert_passes(verify(FORWARD, name, batch, seq, options=Options(schedule=schedule)))
+
+
+def _forward_bits(inputs, schedule: str) -> list[torch.Tensor]:
+    plan = functional.plan_attention_forward(**vars(inputs))
+    plan.poison()
+    plan.run(emulation=EmulatorOptions(schedule=schedule))
+    return [t.view(torch.int16) for step in plan.steps for t in step.outputs.values() if t.element_size() == 2]
+
+
+def test_results_are_bit_identical_across_runs_and_schedules():
+    inputs = FORWARD.make_inputs("masked-row", 1, 131)
+    first = _forward_bits(inputs, "lazy")
+    for schedule in ("lazy", "eager", "random:1", "random:2"):
+        again = _forward_bits(inputs, schedule)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), schedule
+
+
+def _attention_errors(name: str, seq: int) -> tuple[float, float]:
+    """Of the attention kernel alone, on the eager model's q, k and v: its error against float64, and eager's."""
+    inputs = FORWARD.make_inputs(name, 1, seq)
+    stages = FORWARD.reference(inputs, FORWARD.config)
+    exact = reference.attention(
+        stages.q.double(), stages.k.double(), stages.v.double(), inputs.attention_mask.double(), FORWARD.config
+    )
+    out = cute_gemma.attention(stages.q, stages.k, stages.v, mask=inputs.attention_mask)
+    return relative_error(out, exact), relative_error(stages.attention, exact)
+
+
+def test_attention_alone_is_four_times_closer_than_eager():
+    error, eager = _attention_errors("suite", 512)
+    assert error <= 0.004
+    assert eager > 0.016
+
+
+def test_attention_at_the_cap_errs_at_most_half_as_much_as_eager():
+    error, eager = _attention_errors("saturated", 256)
+    assert error <= eager / 2
+
+
+def test_attention_takes_any_scale_and_no_mask():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 77, heads, 128, generator=generator).bfloat16() for heads in (4, 2, 2))
+    config = cute_gemma.AttentionConfig(heads=4, kv_heads=2, scale=0.2, softcap=30.0)
+    exact = reference.attention(q.double(), k.double(), v.double(), None, config)
+    out = cute_gemma.attention(q, k, v, mask=None, softcap=30.0, scale=0.2)
+    assert relative_error(out, exact) <= 0.004
+
+
+@pytest.mark.parametrize("mask", ["causal", "tensor"])
+def test_attention_without_a_cap(mask):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (3 * torch.randn(1, 150, heads, 128, generator=generator).bfloat16() for heads in (2, 1, 1))
+    mask = torch.randn(1, 1, 150, 150, generator=generator) if mask == "tensor" else mask
+    config = cute_gemma.AttentionConfig(heads=2, kv_heads=1, softcap=None)
+    wide = mask if isinstance(mask, str) else mask.double()
+    exact = reference.attention(q.double(), k.double(), v.double(), wide, config)
+    assert relative_error(cute_gemma.attention(q, k, v, mask=mask, softcap=None), exact) <= 0.004
+
+
+def test_a_fully_masked_row_yields_zeros():
+    inputs = FORWARD.make_inputs("masked-row", 2, 40)
+    out = cute_gemma.attention_forward(**vars(inputs))
+    masked = (inputs.attention_mask <= MASKED_AT_OR_BELOW).all(-1)[:, 0]
+    assert torch.count_nonzero(out[masked]) == 0
+    assert (out[~masked] != 0).any(-1).all()
+
+
+def test_one_mask_serves_a_whole_batch():
+    inputs = FORWARD.make_inputs("random-bias", 1, 40)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 40, heads, 128, generator=generator).bfloat16() for heads in (2, 1, 1))
+    mask = inputs.attention_mask
+    shared = cute_gemma.attention(q, k, v, mask=mask)
+    for same in (mask.expand(3, 1, 40, 40), mask.repeat(3, 1, 1, 1)):
+        assert torch.equal(cute_gemma.attention(q, k, v, mask=same), shared)
+
+
+def test_heads_come_from_the_weights():
+    config = cute_gemma.AttentionConfig(hidden=264, heads=5, kv_heads=1)
+    inputs = FORWARD.make_inputs("suite", 2, 35, config=config)
+    exact = FORWARD.reference(inputs.to(torch.float64), config).output
+    eager = FORWARD.reference(inputs, config).output
+    out = cute_gemma.attention_forward(**vars(inputs))
+    assert relative_error(out, exact) <= 1.25 * relative_error(eager, exact)
+
+
+def test_the_run_command_prints_every_stage_and_passes(capsys):
+    assert main(["run", "047", "--batch", "1", "--seq", "128"]) == 0
+    out = capsys.readouterr().out
+    for stage in ("mask scan", "qkv projection", "attention", "output projection"):
+        assert stage in out
+    assert out.splitlines()[-1] == "PASS"
+
+
+def test_without_a_c_compiler_the_error_says_what_to_install(tmp_path):
+    code = (
+        "import torch, cute_gemma; q = torch.zeros(1, 3, 1, 128, dtype=torch.bfloat16)\n"
+        "cute_gemma.attention(q, q, q)"
+    )
+    environment = {**os.environ, "CC": "no-such-compiler", "CUTE_GEMMA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "CompilerNotFoundError: no C compiler found (CC=no-such-compiler not on PATH)" in done.stderr
+    assert "apt install gcc" in done.stderr
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "scripts/examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example):
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "relative error against float64" in done.stdout
