@@ -143,7 +143,7 @@ _ORDERS = ("sc", "acq_rel", "acquire", "release")
 def lower_fence(ins: ptx.Instruction, b: Builder) -> None:
     words = Words(ins, b)
     proxy = words.has("proxy")
-    kind = 0
+    kind = 0 if proxy else 3
     if proxy and words.has("async", "async.shared::cta"):
         words.drop({"global", "shared::cta", "shared::cluster"})
         kind = 1
@@ -152,7 +152,8 @@ def lower_fence(ins: ptx.Instruction, b: Builder) -> None:
         if words.has("async::generic"):
             kind = 0 if "acquire" in words.left else 1
         words.drop({"tensormap::generic", "sync_restrict::shared::cta", "sync_restrict::shared::cluster"})
-    words.has("mbarrier_init")
+    if words.has("mbarrier_init"):
+        kind = 2
     words.drop({*_ORDERS, *SCOPES, "gl", "sync_restrict::shared::cta", "sync_restrict::shared::cluster"})
     words.done()
     b.emit("FENCE", sub=kind)

@@ -122,8 +122,8 @@ Status exec_mbar_init(Warp *w, const Op *op, uint32_t mask) {
     b->tx = 0;
     b->inflight = 0;
     if (w->launch->hazards) {
-      b->init_comp = (uint16_t)warp_comp(w, C_WARP);
-      b->init_epoch = clock_g(cta->cluster, state(w)->clock)[b->init_comp];
+      b->init_comp = (uint16_t)warp_comp(w, C_INIT);
+      b->init_epoch = clock_g(cta->cluster, state(w)->clock)[b->init_comp] = ++state(w)->inits;
     }
     b->init_line = op->line;
     made_progress(w->launch);
@@ -171,7 +171,7 @@ Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
       return fault(w, op, FAULT_BARRIER, "a .noComplete arrival completes phase %u of the mbarrier at 0x%x", b->phase, b->offset);
     if (sub & 2) REG64(w, refs[3])[l] = (uint64_t)b->phase << 32 | b->pending;
     if (cta == w->cta || tx) {          // expect_tx must come before the copies of its own thread complete
-      if (mbar_arrive(w, op, cta, address & SMEM_OFFSET, count, tx, sub & 16 ? NO_CLOCK : state(w)->clock, (int)(sub & 8)) == ST_FAULT)
+      if (mbar_arrive(w, op, cta, address & SMEM_OFFSET, count, tx, sub & 16 ? state(w)->fenced : state(w)->clock, (int)(sub & 8)) == ST_FAULT)
         return ST_FAULT;
       if (w->launch->hazards && !(sub & 16)) clock_publish(w);
       continue;
@@ -332,7 +332,8 @@ Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
       return fault(w, op, FAULT_BARRIER, "barrier.cluster.arrive a second time without barrier.cluster.wait");
     s->cluster_arrived = 1;
     s->cluster_generation = c->generation;
-    if (!(op->sub & 2)) clock_release(w, c->cluster_cur);
+    if (op->sub & 2) clock_release_relaxed(w, c->cluster_cur);
+    else clock_release(w, c->cluster_cur);
     if (++c->arrived == c->live_warps) cluster_complete(c);
     return ST_NEXT;
   }
@@ -362,10 +363,13 @@ void barriers_warp_exit(Warp *w) {
 }
 
 // ---------------------------------------------------------------- fences, grid dependency, the rest
-// sub: 1 fence.proxy.async (what the generic proxy did becomes visible to the async proxy); others order nothing here.
+// sub: 1 fence.proxy.async (what the generic proxy did becomes visible to the async proxy), 2 fence.mbarrier_init, 3 a memory
+// fence; 0 orders nothing here.
 Status exec_fence(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   if (op->sub == 1) clock_proxy_fence(w);
+  if (op->sub == 2) state(w)->fenced_inits = state(w)->inits;
+  if (op->sub == 3) clock_fence(w);
   return ST_NEXT;
 }
 

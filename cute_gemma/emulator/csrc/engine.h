@@ -18,7 +18,7 @@ typedef struct Async Async;
 // proxy; `a` for what has also been made visible to the async proxy. A component counts the epochs of one agent.
 enum {                              // components of a warp; component index = kind * warps in the cluster + warp
   C_WARP, C_CP_ASYNC,               // what the generic proxy writes comes first: `a` covers only these two
-  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_PER_WARP
+  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_PER_WARP   // C_INIT: mbarrier.init
 };
 typedef uint32_t ClockId;           // index into Cluster.clocks
 #define NO_CLOCK 0xffffffffu
@@ -99,6 +99,8 @@ typedef struct {                    // Warp.engine
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
   Groups bulk, cp, wgmma, ld, st;
   uint32_t maxnreg;
+  ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
+  uint32_t inits, fenced_inits;     // mbarrier.init so far; those before fence.mbarrier_init
 } WarpState;
 
 struct Cta {
@@ -230,5 +232,6 @@ Status exec_tc_relinquish(Warp *, const Op *, uint32_t), exec_tc_mma(Warp *, con
 Status exec_tc_commit(Warp *, const Op *, uint32_t), exec_tc_cp(Warp *, const Op *, uint32_t);
 Status exec_tc_ld(Warp *, const Op *, uint32_t), exec_tc_st(Warp *, const Op *, uint32_t);
 Status exec_tc_wait(Warp *, const Op *, uint32_t), exec_tc_fence(Warp *, const Op *, uint32_t);
+Status tmem_loads_arrive(Warp *w);
 Status run_tensor(Async *a);
 #endif

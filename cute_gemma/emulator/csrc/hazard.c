@@ -86,6 +86,23 @@ void clock_release(Warp *w, ClockId into) {
   clock_publish(w);
 }
 
+// fence.acq_rel and stronger: a relaxed arrival after it releases what came before it.
+void clock_fence(Warp *w) {
+  if (!w->launch->hazards) return;
+  WarpState *s = state(w);
+  if (s->fenced == NO_CLOCK) s->fenced = clock_new(cluster_of(w));
+  clock_join(cluster_of(w), s->fenced, s->clock);
+  clock_publish(w);
+}
+
+void clock_release_relaxed(Warp *w, ClockId into) {
+  if (!w->launch->hazards) return;
+  WarpState *s = state(w);
+  uint32_t *inits = &clock_g(cluster_of(w), into)[warp_comp(w, C_INIT)];
+  if (*inits < s->fenced_inits) *inits = s->fenced_inits;
+  clock_join(cluster_of(w), into, s->fenced);
+}
+
 void clock_acquire(Warp *w, ClockId from) {
   if (w->launch->hazards) clock_join(cluster_of(w), state(w)->clock, from);
 }
@@ -116,7 +133,7 @@ Agent agent_of(Warp *w, const Op *op) {
 // ---------------------------------------------------------------- reports
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size) {
   static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ", "a bulk copy (writing) of ",
-                                      "tcgen05.ld of ", "tcgen05.st of ", "wgmma of "};
+                                      "tcgen05.ld of ", "tcgen05.st of ", "wgmma of ", ""};
   const uint32_t n = c->nwarps, per = c->nwarps / c->launch->cluster_size;
   if (comp < C_PER_WARP * n) {
     uint32_t index = comp % n;

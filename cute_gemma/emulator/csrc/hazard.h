@@ -25,6 +25,8 @@ uint16_t comp_new(Cluster *c);
 void clock_publish(Warp *w);                              // later accesses of the warp are not part of what it released
 void clock_release(Warp *w, ClockId into);                // into |= warp's clock, then publish
 void clock_acquire(Warp *w, ClockId from);
+void clock_fence(Warp *w);
+void clock_release_relaxed(Warp *w, ClockId into);
 void clock_proxy_fence(Warp *w);
 
 Agent agent_of(Warp *w, const Op *op);                    // the warp's own accesses through the generic proxy

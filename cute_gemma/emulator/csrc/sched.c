@@ -193,6 +193,7 @@ Status engine_pending(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   WarpState *s = state(w);
   if (!s->npending) return ST_NEXT;
+  if (!w->launch->hazards) return tmem_loads_arrive(w);      // as the hardware's scoreboard has it
   const int32_t *refs = w->launch->program->refs + op->args;
   uint32_t slots = w->launch->program->reg_bytes / SLOT;
   for (uint32_t i = 0; i < op->nargs; i++) {
@@ -300,7 +301,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     Warp *w = &cta->warps[i];
     WarpState *s = &cta->states[i];
     uint64_t *pending = s->pending;
-    *s = (WarpState){.cluster = c, .pending = pending, .index = r * launch->nwarps + i, .clock = NO_CLOCK,
+    *s = (WarpState){.cluster = c, .pending = pending, .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
     memset(pending, 0, (launch->program->reg_bytes / SLOT / 64 + 1) * sizeof *pending);
     if (launch->hazards) {

@@ -210,23 +210,27 @@ Status exec_tc_st(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
+Status tmem_loads_arrive(Warp *w) {
+  WarpState *s = state(w);
+  while (s->tmem_ld) {
+    Async *a = s->tmem_ld;
+    TmemAccess t;
+    s->tmem_ld = a->next;
+    if (!tmem_access(w, a->op, a->tmem.address, "tcgen05.ld", &t)) return ST_FAULT;
+    if (!a->tmem.done) tmem_load(w, a->op, &t);
+    set_pending(w, a->op, t.registers, 0);
+    async_free(w->launch, a);
+  }
+  s->npending = 0;
+  return ST_NEXT;
+}
+
 // tcgen05.wait. sub 0: ::ld, 1: ::st.
 Status exec_tc_wait(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   WarpState *s = state(w);
   Groups *g = op->sub ? &s->st : &s->ld;
-  if (!op->sub) {
-    while (s->tmem_ld) {
-      Async *a = s->tmem_ld;
-      TmemAccess t;
-      s->tmem_ld = a->next;
-      if (!tmem_access(w, a->op, a->tmem.address, "tcgen05.ld", &t)) return ST_FAULT;
-      if (!a->tmem.done) tmem_load(w, a->op, &t);
-      set_pending(w, a->op, t.registers, 0);
-      async_free(w->launch, a);
-    }
-    s->npending = 0;
-  }
+  if (!op->sub && tmem_loads_arrive(w) == ST_FAULT) return ST_FAULT;
   if (w->launch->hazards) clock_g(cluster_of(w), s->clock)[warp_comp(w, op->sub ? C_TMEM_ST : C_TMEM_LD)] = g->open;
   g->open++;
   return ST_NEXT;
