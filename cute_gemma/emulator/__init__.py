@@ -30,13 +30,14 @@ from .errors import (
     UninitialisedRead,
     UnsupportedInstruction,
 )
-from .launch import Launch
+from .launch import Launch, LaunchError
 from .report import LaunchReport, Report
 
 __all__ = [
-    "AsyncRegisterError", "BarrierError", "CaptureError", "DeadlockError", "DescriptorError", "DivergenceError",
-    "EmulationError", "IllegalInstruction", "Launch", "LaunchReport", "LeakError", "MemoryFault", "MisalignedAccess",
-    "Options", "ProgrammaticLaunchError", "ProxyFenceError", "PtxSyntaxError", "RaceError", "Region", "Report",
-    "TensorMemoryError", "UninitialisedRead", "UnsupportedInstruction", "capture_launches", "compile", "emulate",
-    "run_host_code", "run_launch", "stream",
+    "AsyncRegisterError", "BarrierError", "CaptureError", "DeadlockError", "DescriptorError",
+    "DivergenceError", "EmulationError", "IllegalInstruction", "Launch", "LaunchError", "LaunchReport",
+    "LeakError", "MemoryFault", "MisalignedAccess", "Options", "ProgrammaticLaunchError", "ProxyFenceError",
+    "PtxSyntaxError", "RaceError", "Region", "Report", "TensorMemoryError", "UninitialisedRead",
+    "UnsupportedInstruction", "capture_launches", "compile", "emulate", "run_host_code", "run_launch",
+    "stream",
 ]  # fmt: skip
