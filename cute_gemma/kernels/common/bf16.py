@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 
 
 def pack(low, high):
-    """Two fp32 values rounded to nearest even."""
+    """Two fp32 values, or words that hold their bits, rounded to nearest even."""
     return cute.arch.inline_ptx(
         "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high])
 

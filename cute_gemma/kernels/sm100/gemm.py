@@ -466,7 +466,7 @@ class PersistentGemm:
         schedule, worker, _ = place
         own = self.partial_rows(workspace, schedule.partial_slot(worker, unit.tile), row)
         for chunk in cutlass.range_constexpr(rows.chunks):
-            cute.copy(self.partial_atom(), rows.read(chunk), own[None, chunk])
+            cute.copy(self.partial_atom(), cute.recast_tensor(rows.read(chunk), Float32), own[None, chunk])
         counter = workspace.counters.iterator + unit.tile * (self.tuning.tile_m // WARP) + row // WARP
         cute.arch.sync_warp()
         arrived = Int32(0)
@@ -489,7 +489,7 @@ class PersistentGemm:
                         cute.copy(self.partial_atom(), source[None, first + chunk], part[None, chunk])
                     total.store(total.load() + part.load())
                 for chunk in cutlass.range_constexpr(SUM_CHUNKS):
-                    rows.write(first + chunk, total[None, chunk])
+                    rows.write(first + chunk, cute.recast_tensor(total[None, chunk], Int32))
             rows.written()
             if cute.arch.lane_idx() == 0:
                 cute.arch.store(counter, Int32(0))

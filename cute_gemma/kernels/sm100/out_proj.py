@@ -14,8 +14,9 @@ import cutlass.cute as cute
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.schedule import Section, plan
-from cute_gemma.kernels.sm100.gemm import BLOCK_K, GemmTuning, PersistentGemm, Workspace
 from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
+from cute_gemma.kernels.sm100.gemm import PersistentGemm, Workspace
+from cute_gemma.kernels.sm100.tuning import BLOCK_K, SM_COUNT, GemmTuning, choose_tuning
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class OutputLoads:
 
     def late(self, unit, k, stage, barrier):
         self.attn.load(stage, barrier, unit.m, k)
+
+
+def default_tuning(rows: int, hidden: int, features: int, sm_count: int = SM_COUNT) -> GemmTuning:
+    """The tuning for M = `rows`; sizes as in `OutputProjection`."""
+    return choose_tuning(rows, (hidden,), features, (64, 128, 256), sm_count)
 
 
 @dataclass(frozen=True)

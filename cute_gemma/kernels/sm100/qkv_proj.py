@@ -19,7 +19,7 @@ q_rstd [B, H, S, 1], k_rstd [B, KV, S, 1] in fp32 and q_normed [B, H, S, D], k_n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -30,7 +30,8 @@ from cute_gemma.jit.signature import ScalarArg, TensorArg
 from cute_gemma.kernels.common import norm_rope
 from cute_gemma.kernels.common.schedule import Section, plan, select
 from cute_gemma.kernels.sm100.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, PAIRS, VECTORS
-from cute_gemma.kernels.sm100.gemm import BLOCK_K, EPILOGUE_WARPS, GemmTuning, PersistentGemm, Workspace
+from cute_gemma.kernels.sm100.gemm import EPILOGUE_WARPS, PersistentGemm, Workspace
+from cute_gemma.kernels.sm100.tuning import BLOCK_K, SM_COUNT, GemmTuning, choose_tuning
 
 Q, K, V = 0, 1, 2
 ROPE_BOXES = 4  # cos and sin, each a box of the low and one of the high half of a head
@@ -92,12 +93,20 @@ class QKVLoads:
         self.x.load(stage, barrier, unit.m, k)
 
 
+def default_tuning(
+    rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 128, sm_count: int = SM_COUNT
+) -> GemmTuning:
+    """The tuning for M = `rows`; sizes as in `QKVProjection`."""
+    columns = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
+    return choose_tuning(rows, columns, hidden, (128, 256) if head_dim == 128 else (256,), sm_count)
+
+
 @dataclass(frozen=True)
 class QKVProjection(PersistentGemm):
     """hidden: C; heads: H; kv_heads: KV; head_dim: D. qk_norm: normalise q and k before RoPE.
 
     save_for_backward: also write rstd and normed of q and k (needs qk_norm). tuning: see `default_tuning`; its tile_n
-    is a multiple of head_dim. Raises ValueError for sizes it does not support.
+    is a multiple of head_dim, as the default, one CTA and one head a tile, has it. Raises ValueError for sizes it does not support.
     """
 
     hidden: int
@@ -107,9 +116,11 @@ class QKVProjection(PersistentGemm):
     eps: float = 1e-6
     qk_norm: bool = True
     save_for_backward: bool = False
-    tuning: GemmTuning = field(default_factory=GemmTuning)
+    tuning: GemmTuning | None = None
 
     def __post_init__(self) -> None:
+        if self.tuning is None:
+            object.__setattr__(self, "tuning", GemmTuning(tile_n=self.head_dim))
         if self.hidden < 8 or self.hidden % 8:
             raise ValueError(f"hidden: {self.hidden}, expected a positive multiple of 8")
         if self.head_dim not in (128, 256):

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
@@ -25,6 +25,9 @@ CHUNK = 32  # columns a tcgen05.ld or .st moves
 class AccumulatorRows:
     """The calling thread's row of one accumulator, in chunks of 32 fp32 columns; made by `accumulator_rows`.
 
+    Values travel as 32-bit words. As fp32 the compiler would pair them up right after the load, ahead of the wait that
+    makes them valid (PTX ISA, "tcgen05.wait": registers of a tcgen05.ld are not to be touched before).
+
     source, target: that row as tcgen05.ld and .st address it, (..., chunk).
     """
 
@@ -35,14 +38,14 @@ class AccumulatorRows:
     chunks: cutlass.Constexpr[int]
 
     def read(self, chunk):
-        """Columns [32 chunk, 32 chunk + 32) as an fp32 register tensor of 32 elements."""
-        registers = cute.make_rmem_tensor(_row_shape(self.load), Float32)
+        """Columns [32 chunk, 32 chunk + 32), the bits of 32 fp32 values as an Int32 register tensor."""
+        registers = cute.make_rmem_tensor(_row_shape(self.load), Int32)
         cute.copy(self.load, self.source[None, None, None, chunk], registers)
         cute.arch.fence_view_async_tmem_load()
         return cute.make_tensor(registers.iterator, cute.make_layout(CHUNK))
 
     def write(self, chunk, values) -> None:
-        """Put 32 fp32 register values back; `written` orders them before later reads."""
+        """Put 32 such words back; `written` orders them before later reads."""
         registers = cute.make_tensor(values.iterator, cute.make_layout(_row_shape(self.load)))
         cute.copy(self.store, registers, self.target[None, None, None, chunk])
 
@@ -54,13 +57,14 @@ class AccumulatorRows:
 def accumulator_rows(address, columns: int, slot) -> AccumulatorRows:
     """Rows of accumulator `slot` of the accumulators of `columns` columns each that start at `address`."""
     thread = cute.arch.thread_idx()[0] % 128
+    words = cute.recast_ptr(address, dtype=Int32)
     layout = cute.make_layout((128, columns, 2), stride=(LANE_STRIDE, 1, columns))
-    chunks = cute.flat_divide(cute.make_tensor(address, layout), (128, CHUNK))  # (128, CHUNK, 1, N/CHUNK, 2)
+    chunks = cute.flat_divide(cute.make_tensor(words, layout), (128, CHUNK))  # (128, CHUNK, 1, N/CHUNK, 2)
     one = chunks[None, None, 0, 0, 0]
     load = tcgen05.make_tmem_copy(
-        cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Float32), one)
+        cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Int32), one)
     store = tcgen05.make_tmem_copy(
-        cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Float32), one)
+        cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Int32), one)
     source = load.get_slice(thread).partition_S(chunks)[None, None, None, 0, None, slot]
     target = store.get_slice(thread).partition_D(chunks)[None, None, None, 0, None, slot]
     return AccumulatorRows(load, store, source, target, columns // CHUNK)

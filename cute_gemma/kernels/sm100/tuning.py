@@ -11,6 +11,7 @@ from math import ceil
 
 from cute_gemma.kernels.common.schedule import split_plan
 
+SM_COUNT = 148  # of a B200
 BLOCK_K = 64  # elements of K a stage
 ACC_COLUMNS = 256  # of one of two accumulators in TMEM's 512 columns (PTX ISA, "Tensor Memory")
 FLOPS_PER_CYCLE = 8192  # dense bf16, an SM: 2.25 PFLOP/s over 148 SMs at 1.85 GHz (B200 data sheet)
@@ -28,7 +29,7 @@ class GemmTuning:
     tile_m: rows of an accumulator over its CTAs, 128 (one CTA) or 256 (a CTA pair, cta_group::2).
     tile_n: columns of an accumulator, a multiple of 64 up to 256. stages: shared-memory stages (None: as many as fit).
     stream_k: split tiles over K where whole tiles would leave workers idle. group_m: tile rows walked together.
-    sm_count: CTAs resident at once; B200 has 148 SMs.
+    sm_count: CTAs resident at once.
     """
 
     tile_m: int = 128
@@ -36,7 +37,7 @@ class GemmTuning:
     stages: int | None = None
     stream_k: bool = False
     group_m: int = 8
-    sm_count: int = 148
+    sm_count: int = SM_COUNT
 
     def __post_init__(self) -> None:
         if self.tile_m not in (128, 256):
@@ -77,7 +78,7 @@ class GemmTuning:
 
 
 def choose_tuning(
-    rows: int, columns: tuple[int, ...], inner: int, tile_n: tuple[int, ...], sm_count: int = 148
+    rows: int, columns: tuple[int, ...], inner: int, tile_n: tuple[int, ...], sm_count: int = SM_COUNT
 ) -> GemmTuning:
     """The candidate with the lowest count for `rows` x sum(columns) outputs of `inner` products each.
 
