@@ -2,9 +2,9 @@
 
 A cap bounds every logit, so softmax needs no running maximum: the shift of a row is known before its first score.
 tanh comes in two forms:
-  * an odd polynomial in packed FMAs, for |s * scale / cap| <= TANH_RANGE;
+  * an odd polynomial in packed FMAs, of a degree that the range of |s * scale / cap| asks for (TANH_FITS);
   * `tanh.approx`, for any score, at one special-function (MUFU) operation more per score.
-A share of the exponentials of the first form can move from the MUFU pipe to the FMA pipe as well.
+Some exponentials of the first form can move from the MUFU pipe to the FMA pipe as well.
 Device functions that both architectures share.
 """
 
@@ -12,15 +12,30 @@ import math
 from dataclasses import dataclass
 
 import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.typing import Float32, Int32
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 LOG2_E = math.log2(math.e)
 
-# tanh(x) ~ x * (c0 + c1 x^2 + c2 x^4 + c3 x^6) on |x| <= TANH_RANGE: minimax of the absolute error, by Lawson's
-# reweighted least squares (tests/kernels/test_softcap.py repeats the fit). TANH_ERROR is its largest error.
-TANH_RANGE = 1.0
-TANH_ERROR = 3.27e-5
-TANH_COEFFICIENTS = (0.999693762, -0.328891962, 0.115413693, -0.0246540118)
+# tanh(x) ~ x * (c0 + c1 x^2 + ...) on |x| <= range: minimax of the absolute error, by Lawson's reweighted least squares
+# (tests/kernels/test_softcap.py repeats the fits). Both err by 3.3e-5 at most: at a cap of 50, 0.16% of a weight, below
+# what rounding the weight to bf16 may cost (2^-9 = 0.2%).
+TANH_ERROR = 3.3e-5
+
+
+@dataclass(frozen=True)
+class TanhFit:
+    """An odd polynomial for tanh: good for |x| <= range, coefficients of x, x^3, ..."""
+
+    range: float
+    coefficients: tuple[float, ...]
+
+
+TANH_FITS = (
+    TanhFit(0.65, (0.999681938, -0.327005676, 0.100918613)),
+    TanhFit(1.0, (0.999693762, -0.328891962, 0.115413693, -0.0246540118)),
+)
 
 # 2^f ~ e0 + e1 f + e2 f^2 + e3 f^3 on |f| <= 1/2: minimax of the relative error by the same method. EXP2_ERROR is its
 # largest error, a twenty-fifth of what rounding a weight to bf16 may cost (2^-9).
@@ -46,17 +61,15 @@ class Softcap:
     scale: float
     cap: float
 
-    @property
-    def score_limit(self) -> float:
-        """Largest |s| the polynomial is good for; 0 where its coefficients leave fp32's normal range."""
-        smallest = min(abs(a) for a in self.coefficients)
-        return TANH_RANGE * self.cap / self.scale if smallest > 2.0**-126 else 0.0
+    def score_limit(self, fit: TanhFit) -> float:
+        """Largest |s| the fit is good for; 0 where its scaled coefficients leave fp32's normal range."""
+        smallest = min(abs(a) for a in self.coefficients(fit))
+        return fit.range * self.cap / self.scale if smallest > 2.0**-126 else 0.0
 
-    @property
-    def coefficients(self) -> tuple[float, ...]:
-        """a_k with log2e * cap * tanh(s * scale / cap) ~ s * (a0 + a1 s^2 + a2 s^4 + a3 s^6)."""
+    def coefficients(self, fit: TanhFit) -> tuple[float, ...]:
+        """a_k with log2e * cap * tanh(s * scale / cap) ~ s * (a0 + a1 s^2 + a2 s^4 + ...)."""
         x = self.scale / self.cap
-        return tuple(LOG2_E * self.cap * c * x ** (2 * k + 1) for k, c in enumerate(TANH_COEFFICIENTS))
+        return tuple(LOG2_E * self.cap * c * x ** (2 * k + 1) for k, c in enumerate(fit.coefficients))
 
 
 def _poly(x: Pair, coefficients: tuple[float, ...]) -> Pair:
@@ -67,38 +80,58 @@ def _poly(x: Pair, coefficients: tuple[float, ...]) -> Pair:
     return acc
 
 
-def exp2_capped(s: Pair, softcap: Softcap) -> Pair:
-    """2^(capped logit) by polynomial tanh and MUFU ex2; 5 packed operations and 2 MUFU a pair."""
-    slope = _poly(cute.arch.mul_packed_f32x2(s, s), softcap.coefficients)
-    y = cute.arch.mul_packed_f32x2(s, slope)
-    return exp2(y[0]), exp2(y[1])
-
-
-def exp2_capped_on_fma(s: Pair, softcap: Softcap) -> Pair:
-    """2^(capped logit) with no MUFU operation: polynomial tanh, Cody-Waite split y = n + f, cubic for 2^f.
-
-    Needs log2e * cap < EXP2_EXPONENT_LIMIT. 10 packed and 4 integer operations a pair. The product s * slope is never
-    rounded on its own: both uses of y are FMAs.
-    """
-    slope = _poly(cute.arch.mul_packed_f32x2(s, s), softcap.coefficients)
-    shifted = cute.arch.fma_packed_f32x2(s, slope, (Float32(ROUND_MAGIC),) * 2)
-    minus_n = cute.arch.sub_packed_f32x2((Float32(ROUND_MAGIC),) * 2, shifted)
-    f = cute.arch.fma_packed_f32x2(s, slope, minus_n)
-    mantissa = _poly(f, EXP2_COEFFICIENTS)
-    # The shift keeps n alone: ROUND_MAGIC's own bits leave at the top.
-    return tuple((m.bitcast(Int32) + (r.bitcast(Int32) << 23)).bitcast(Float32) for m, r in zip(mantissa, shifted))
-
-
-def exp2_capped_wide(s: Pair, softcap: Softcap, minus_shift: Float32 | None = None) -> Pair:
-    """2^(capped logit + minus_shift) by MUFU tanh and ex2: any score, any shift."""
-    x = cute.arch.mul_packed_f32x2(s, (Float32(softcap.scale / softcap.cap),) * 2)
-    t = (tanh(x[0]), tanh(x[1]))
-    gain = (Float32(LOG2_E * softcap.cap),) * 2
-    if minus_shift is None:
-        y = cute.arch.mul_packed_f32x2(t, gain)
+def exp2_capped(s: Pair, softcap: Softcap, fit: TanhFit, bias: Pair | None = None) -> Pair:
+    """2^(capped logit + bias): polynomial tanh, MUFU ex2."""
+    slope = _poly(cute.arch.mul_packed_f32x2(s, s), softcap.coefficients(fit))
+    if bias is None:
+        y = cute.arch.mul_packed_f32x2(s, slope)
     else:
-        y = cute.arch.fma_packed_f32x2(t, gain, (minus_shift, minus_shift))
+        y = cute.arch.fma_packed_f32x2(s, slope, bias)
     return exp2(y[0]), exp2(y[1])
+
+
+def exp2_capped_on_fma(s: Pair, softcap: Softcap, fit: TanhFit) -> Pair:
+    """2^(capped logit) without MUFU: polynomial tanh, Cody-Waite split y = n + f, cubic for 2^f.
+
+    Needs log2e * cap < EXP2_EXPONENT_LIMIT. The product y = s * slope is never rounded: both its uses are FMAs.
+    """
+    magic = (Float32(ROUND_MAGIC),) * 2
+    slope = _poly(cute.arch.mul_packed_f32x2(s, s), softcap.coefficients(fit))
+    shifted = cute.arch.fma_packed_f32x2(s, slope, magic)
+    f = cute.arch.fma_packed_f32x2(s, slope, cute.arch.sub_packed_f32x2(magic, shifted))
+    mantissa = _poly(f, EXP2_COEFFICIENTS)
+    return _scale_by_exponent(mantissa[0], shifted[0]), _scale_by_exponent(mantissa[1], shifted[1])
+
+
+def exp2_capped_wide(s: Pair, softcap: Softcap, bias: Pair | None = None) -> Pair:
+    """2^(capped logit + bias): MUFU tanh and ex2, any score."""
+    t = capped_tanh(s, softcap)
+    gain = (Float32(LOG2_E * softcap.cap),) * 2
+    y = cute.arch.mul_packed_f32x2(t, gain) if bias is None else cute.arch.fma_packed_f32x2(t, gain, bias)
+    return exp2(y[0]), exp2(y[1])
+
+
+def capped_tanh(s: Pair, softcap: Softcap) -> Pair:
+    """tanh(s * scale / cap) on the MUFU pipe."""
+    x = cute.arch.mul_packed_f32x2(s, (Float32(softcap.scale / softcap.cap),) * 2)
+    return tanh(x[0]), tanh(x[1])
+
+
+@dsl_user_op
+def _scale_by_exponent(mantissa: Float32, shifted: Float32, *, loc=None, ip=None) -> Float32:
+    """mantissa * 2^n for shifted = ROUND_MAGIC + n: (bits of shifted) * 2^23 leaves n alone in the exponent field, since
+    ROUND_MAGIC's own bits overflow. One multiply-add, which the assembler turns into a shifted add."""
+    bits = llvm.inline_asm(
+        T.i32(),
+        [shifted.bitcast(Int32).ir_value(loc=loc, ip=ip), mantissa.bitcast(Int32).ir_value(loc=loc, ip=ip)],
+        "mad.lo.s32 $0, $1, 8388608, $2;",
+        "=r,r,r",
+        has_side_effects=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    return Int32(bits).bitcast(Float32)
 
 
 def exp2(x: Float32) -> Float32:

@@ -2,16 +2,19 @@
 
 q (B, S, H, D), k and v (B, S, KV, D), out (B, S, H, D), all bf16; query head h reads kv head h // (H / KV).
 
-A CTA owns two 128-row query tiles of one head and walks over 128-row key/value tiles. Warp roles, in the order data
+A CTA owns one or two 128-row query tiles of one head and walks over 128-row key tiles. Warp roles, in the order data
 meets them:
   load     one warp: q, k and v tiles by TMA into 128-byte-swizzled shared memory
-  mma      one warp: S_g = q_g k^T and O_g += P_g v, for query tile g = 0, 1, all accumulators in TMEM
-  softmax  one warpgroup for each query tile: S_g to P_g in registers, one row a thread; then O_g to global memory
-While one warpgroup computes P_g, the tensor core works on the other tile. P_g overwrites S_g as bf16 and is the second
-product's A operand straight from TMEM.
+  mma      one warp: S_g = q k^T and O += P_g v, all accumulators in TMEM
+  softmax  two warpgroups g = 0, 1: S_g to P_g in registers, one row a thread; then O to global memory
+P_g overwrites S_g as bf16 and is the second product's A operand straight from TMEM. While one warpgroup computes its
+P, the tensor core works for the other:
+  two query tiles  warpgroup g has query tile g, every key tile, and an O of its own (head_dim <= 128);
+  one query tile   the warpgroups take key tiles in turn and add to one O of up to 256 TMEM columns.
 """
 
 from dataclasses import dataclass, field, fields
+from functools import partial
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -22,38 +25,48 @@ from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
 from cute_gemma.jit.signature import Signature, TensorArg
-from cute_gemma.kernels.sm100 import attention_softmax
+from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL
+from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP
+from cute_gemma.kernels.sm100 import attention_softmax as softmax
+from cute_gemma.kernels.sm100.mask_scan import mask_arguments, mask_entries
+from cute_gemma.kernels.sm100.tmem import fence_after_sync
 
 # MMA tile: M = 128 rows fill the 128 TMEM lanes, so that a softmax thread owns a whole row.
-TILE_M = 128
-TILE_N = 128
+TILE = 128
 TMEM_COLUMNS = 512  # PTX ISA, tcgen05.alloc: columns of an SM's tensor memory
+MMA_K = 16  # bf16 elements of K in one tcgen05.mma
 WARP = 32
 WARPGROUP = 128
-ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
+GROUPS = 2
+ALIGN = 1024  # bytes the 128-byte swizzle repeats after
+# Registers a thread. A kernel of 384 threads starts with 168 (65536 / 384, in eights); two warpgroups at 208 and one at
+# 88 take as many.
+SOFTMAX_REGISTERS = 208
+OTHER_REGISTERS = 88
+SCAN_BLOCK = 32  # tile classes a warp reads at once
 
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """What may change without changing the result.
+    """What may change without changing what is computed.
 
-    query_tiles: query tiles a CTA owns, each with its own softmax warpgroup.
-    kv_stages: 128-row key or value tiles in flight.
-    fma_exp2_pairs: of the 64 pairs of weights a thread computes per tile, how many use the FMA pipe for 2^x.
+    query_tiles: 128-row query tiles a CTA owns, 1 or 2.
+    kv_stages: 32 KB stages of keys and values in flight.
+    fma_exp2_pairs: of the 64 pairs of weights a thread computes a tile, how many take the FMA pipe for 2^x.
     """
 
     query_tiles: int = 2
     kv_stages: int = 4
-    fma_exp2_pairs: int = 6
+    fma_exp2_pairs: int = 8
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """First mbarrier of each kind, in shared memory.
+    """First mbarrier of each kind. A plain record of pointers: the tracer takes a method call on a value for a change of
+    it, so that the storage struct itself cannot be read within a loop.
 
-    q_full, s_full, p_full, o_full: one for each query tile; kv_full, kv_empty: one a stage; done: one.
-    A plain record of pointers: the tracer takes a method call on a value for a change of it, so that the storage struct
-    itself cannot be read within a loop.
+    q_full, o_full: one a query tile; kv_full, kv_empty: one a stage; s_full: one a warpgroup; p_full: one a warpgroup
+    and part of P; done: one.
     """
 
     q_full: cute.Pointer
@@ -66,9 +79,22 @@ class Barriers:
 
 
 @dataclass(frozen=True)
+class Work:
+    """A CTA's share: query tiles from `tile` on, of one head and batch, over sequences of s rows, `tiles` tiles long.
+    classes: None, or this batch's mask classes (query tile, key tile)."""
+
+    tile: Int32
+    head: Int32
+    batch: Int32
+    s: Int32
+    tiles: Int32
+    classes: cute.Tensor | None
+
+
+@dataclass(frozen=True)
 class Attention:
-    """heads, kv_heads, head_dim: H, KV, D. scale: factor of q k^T. softcap: cap of the logits, None for none.
-    mask: "causal" or "none"."""
+    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the logits, None for
+    none. mask: "causal", "none", or "tensor" for `MaskedAttention`."""
 
     heads: int
     kv_heads: int
@@ -77,6 +103,14 @@ class Attention:
     softcap: float | None
     mask: str = "causal"
     tuning: AttentionTuning = field(default_factory=AttentionTuning)
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (64, 128, 256):
+            raise ValueError(f"head_dim: got {self.head_dim}, want 64, 128 or 256")
+        if self.head_dim > 128 and self.tuning.query_tiles != 1:
+            raise ValueError(f"query_tiles: got {self.tuning.query_tiles}, want 1 for head_dim {self.head_dim}")
+        if self.mask not in ("causal", "none", "tensor"):
+            raise ValueError(f'mask: got {self.mask!r}, want "causal", "none" or "tensor"')
 
     def signature(self) -> Signature:
         """q, k, v, out; every batch and length shares one compilation."""
@@ -89,113 +123,146 @@ class Attention:
             TensorArg("out", "bf16", q),
         )
 
+    # ---- sizes -------------------------------------------------------------------------------------------------------
+
     @property
-    def threads(self) -> int:
-        return self.tuning.query_tiles * WARPGROUP + 2 * WARP
+    def fixed_shift(self) -> bool:
+        """Whether the cap alone bounds the exponents, so that no running maximum is needed."""
+        return self.softcap is not None and self.softcap <= FIXED_SHIFT_CAP
 
     @property
     def mma_warp(self) -> int:
-        return self.tuning.query_tiles * WARPGROUP // WARP
+        return GROUPS * WARPGROUP // WARP
 
     @property
     def load_warp(self) -> int:
         return self.mma_warp + 1
 
     @property
-    def s_columns(self) -> tuple[int, ...]:
-        """First TMEM column of each S_g; P_g takes the first half of the same columns."""
-        return tuple(g * TILE_N for g in range(self.tuning.query_tiles))
+    def threads(self) -> int:
+        """Three whole warpgroups, since setmaxnreg takes effect by the warpgroup; the last two warps only take part in
+        that."""
+        return (GROUPS + 1) * WARPGROUP
 
     @property
-    def o_columns(self) -> tuple[int, ...]:
-        """First TMEM column of each O_g."""
-        return tuple(self.tuning.query_tiles * TILE_N + g * self.head_dim for g in range(self.tuning.query_tiles))
+    def kv_parts(self) -> int:
+        """Stages a key or value tile takes: keys are cut along D, values along the keys."""
+        return max(1, self.head_dim // 128)
+
+    @property
+    def lag(self) -> int:
+        """Key tiles whose scores are issued before the product of the first of them with its values."""
+        return GROUPS // self.tuning.query_tiles
+
+    @property
+    def p_parts(self) -> int:
+        """Parts of P handed to the MMA warp on their own, so that the product starts before the last weight is known."""
+        return 2
+
+    @property
+    def o_columns(self) -> int:
+        """Columns of O a warpgroup writes."""
+        return self.head_dim * self.tuning.query_tiles // GROUPS
+
+    def s_column(self, g):
+        """First TMEM column of S_g; P_g takes the first half of the same columns."""
+        return g * TILE
+
+    def o_column(self, g):
+        """First TMEM column of the O that warpgroup g writes."""
+        return GROUPS * TILE + g * self.o_columns
+
+    # ---- host entry --------------------------------------------------------------------------------------------------
 
     @cute.jit
     def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        self.launch(q, k, v, out, stream)
+        self.launch(q, k, v, out, None, stream)
 
-    @cute.jit
-    def launch(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
-        """TMA descriptors, grid and launch."""
+    def launch(self, q, k, v, out, mask, stream):
+        """TMA descriptors, grid and launch. mask: None, or (mask, row maxima, tile classes)."""
         qk_mma, pv_mma = self._mmas()
-        layouts = self._smem_layouts(qk_mma, pv_mma)
-        load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
-        store = cpasync.CopyBulkTensorTileS2GOp()
+        layouts = self._smem_layouts()
+        load, store = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE), cpasync.CopyBulkTensorTileS2GOp()
         cluster = (1, 1, 1, 1)
+        q_one, k_one, v_one = (cute.select(layout, mode=[0, 1, 2]) for layout in layouts[:3])
         qk_tile, pv_tile = self._mma_tiles()
-        one = [cute.select(layout, mode=[0, 1, 2]) for layout in layouts[:3]]
-        tma_q = cute.nvgpu.make_tiled_tma_atom_A(load, _rows(q), one[0], qk_tile, qk_mma, cluster)
-        tma_k = cute.nvgpu.make_tiled_tma_atom_B(load, _rows(k), one[1], qk_tile, qk_mma, cluster)
-        tma_v = cute.nvgpu.make_tiled_tma_atom_B(load, _columns(v), one[2], pv_tile, pv_mma, cluster)
-        o_layout = cute.select(layouts[3], mode=[0, 1])
-        tma_o = cpasync.make_tiled_tma_atom(store, _rows(out), o_layout, (WARP, self.head_dim))
-        b, s = q.shape[0], q.shape[1]
-        rows = TILE_M * self.tuning.query_tiles
-        blocks = (self.heads * b * cute.ceil_div(s, rows), 1, 1)
-        self.kernel(
-            (tma_q[0], tma_k[0], tma_v[0], tma_o[0]), (tma_q[1], tma_k[1], tma_v[1], tma_o[1]), Int32(b), Int32(s)
-        ).launch(grid=blocks, block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)
+        part = (TILE, TILE, qk_tile[2] // self.kv_parts)
+        tma = (
+            cute.nvgpu.make_tiled_tma_atom_A(load, _rows(q), q_one, qk_tile, qk_mma, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, _rows(k), k_one, part, qk_mma, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, _columns(v), v_one, pv_tile, pv_mma, cluster),
+            cpasync.make_tiled_tma_atom(store, _rows(out), cute.select(layouts[3], mode=[0, 1]), (WARP, self.o_columns)),
+        )
+        b, s = Int32(q.shape[0]), Int32(q.shape[1])
+        grid = (self.heads, b, cute.ceil_div(s, TILE * self.tuning.query_tiles))
+        self.kernel(tuple(t[0] for t in tma), tuple(t[1] for t in tma), mask, s).launch(
+            grid=grid, block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+
+    def _mma_tiles(self):
+        """(M, N, K) of q k^T, and of the part of P v that one stage of values takes part in."""
+        return (TILE, TILE, self.head_dim), (TILE, self.head_dim, TILE // self.kv_parts)
 
     def _mmas(self):
         """Tiled MMAs of S = q k^T (both K-major) and O = P v (P from TMEM, v as it lies: N-major)."""
-        qk = sm100_utils.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, tcgen05.CtaGroup.ONE, (TILE_M, TILE_N)
-        )
+        k_major, one = OperandMajorMode.K, tcgen05.CtaGroup.ONE
+        qk = sm100_utils.make_trivial_tiled_mma(BFloat16, BFloat16, k_major, k_major, Float32, one, (TILE, TILE))
         pv = sm100_utils.make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            Float32,
-            tcgen05.CtaGroup.ONE,
-            (TILE_M, self.head_dim),
+            BFloat16, BFloat16, k_major, OperandMajorMode.MN, Float32, one, (TILE, self.head_dim),
             tcgen05.OperandSource.TMEM,
-        )
+        )  # fmt: skip
         return qk, pv
 
-    def _mma_tiles(self):
-        return (TILE_M, TILE_N, self.head_dim), (TILE_M, self.head_dim, TILE_N)
-
-    def _smem_layouts(self, qk_mma, pv_mma):
-        """Layouts of q (…, query tile), k and v (…, stage) and of out, staged by warp: (32, D, warp)."""
+    def _smem_layouts(self):
+        """q (MMA, M, K, query tile), k and v (MMA, N, K, stage), and out, staged by warp: (32, columns, warp)."""
+        qk_mma, pv_mma = self._mmas()
         qk_tile, pv_tile = self._mma_tiles()
         stages = self.tuning.kv_stages
-        q = sm100_utils.make_smem_layout_a(qk_mma, qk_tile, BFloat16, self.tuning.query_tiles)
-        k = sm100_utils.make_smem_layout_b(qk_mma, qk_tile, BFloat16, stages)
-        v = sm100_utils.make_smem_layout_b(pv_mma, pv_tile, BFloat16, stages)
-        warps = self.tuning.query_tiles * TILE_M // WARP
-        o = sm100_utils.make_smem_layout_epi(
-            BFloat16, cutlass.utils.LayoutEnum.ROW_MAJOR, (WARP, self.head_dim), warps
+        part = (TILE, TILE, self.head_dim // self.kv_parts)
+        row_major = cutlass.utils.LayoutEnum.ROW_MAJOR
+        return (
+            sm100_utils.make_smem_layout_a(qk_mma, qk_tile, BFloat16, self.tuning.query_tiles),
+            sm100_utils.make_smem_layout_b(qk_mma, part, BFloat16, stages),
+            sm100_utils.make_smem_layout_b(pv_mma, pv_tile, BFloat16, stages),
+            sm100_utils.make_smem_layout_epi(
+                BFloat16, row_major, (WARP, self.o_columns), GROUPS * WARPGROUP // WARP
+            ),
         )
-        return q, k, v, o
 
     def _storage(self):
-        groups, stages = self.tuning.query_tiles, self.tuning.kv_stages
-        tile = TILE_M * self.head_dim
+        tiles, stages = self.tuning.query_tiles, self.tuning.kv_stages
+        part = TILE * self.head_dim // self.kv_parts
+        bias_words = GROUPS * TILE * softmax.BIAS_PITCH if self.mask == "tensor" else 1
 
         @cute.struct
         class Storage:
-            q_full: cute.struct.MemRange[Int64, groups]
+            q_full: cute.struct.MemRange[Int64, tiles]
             kv_full: cute.struct.MemRange[Int64, stages]
             kv_empty: cute.struct.MemRange[Int64, stages]
-            s_full: cute.struct.MemRange[Int64, groups]
-            p_full: cute.struct.MemRange[Int64, groups]
-            o_full: cute.struct.MemRange[Int64, groups]
+            s_full: cute.struct.MemRange[Int64, GROUPS]
+            p_full: cute.struct.MemRange[Int64, GROUPS * self.p_parts]
+            o_full: cute.struct.MemRange[Int64, tiles]
             done: cute.struct.MemRange[Int64, 1]
             tmem: Int32
-            q: cute.struct.Align[cute.struct.MemRange[BFloat16, groups * tile], ALIGN]
-            kv: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * tile], ALIGN]
+            sums: cute.struct.MemRange[Float32, GROUPS * TILE]
+            bias: cute.struct.MemRange[Float32, bias_words]
+            q: cute.struct.Align[cute.struct.MemRange[BFloat16, tiles * TILE * self.head_dim], ALIGN]
+            kv: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * part], ALIGN]
 
         return Storage
 
+    # ---- device entry ------------------------------------------------------------------------------------------------
+
     @cute.kernel
-    def kernel(self, atoms: tuple, tensors: tuple, b: Int32, s: Int32):
-        """Device entry: barriers and TMEM, then one call for each warp role."""
+    def kernel(self, atoms: tuple, tensors: tuple, mask: tuple | None, s: Int32):
+        """Barriers and TMEM, then one call for each warp role."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self._storage())
         bars = Barriers(*(getattr(storage, f.name).data_ptr() for f in fields(Barriers)))
-        smem = self._smem_tensors(storage)
+        # k and v share the stages; out reuses q's memory.
+        buffers = zip((storage.q, storage.kv, storage.kv, storage.q), self._smem_layouts())
+        smem = tuple(x.get_tensor(layout.outer, swizzle=layout.inner) for x, layout in buffers)
+        scratch = (storage.sums.data_ptr(), storage.bias.data_ptr())
         if warp == self.load_warp:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -205,206 +272,420 @@ class Attention:
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem)
-        # Longest query tiles first, so that the short ones fill the last wave; then heads, so that those that share a
-        # kv head run together and read k and v from L2.
-        groups = self.tuning.query_tiles
-        block, _, _ = cute.arch.block_idx()
-        pair = cute.ceil_div(s, TILE_M * groups) - 1 - block // (self.heads * b)
-        head, batch = block % self.heads, (block // self.heads) % b
-        counts = [self._kv_tiles(pair * groups + g, s) for g in range(groups)]
-        if warp == self.load_warp:
-            self._load(bars, smem, atoms, tensors, (pair, head, batch), counts)
-        if warp == self.mma_warp:
-            self._mma(bars, smem, tmem, counts)
-        if warp < self.mma_warp:
-            self._softmax(bars, smem[3], tmem, (atoms[3], tensors[3]), (pair, head, batch), counts, s)
-
-    def _kv_tiles(self, q_tile, s):
-        """Key tiles that query tile `q_tile` reads; 0 beyond the end."""
-        kv = cute.ceil_div(s, TILE_N)
-        if cutlass.const_expr(self.mask == "causal"):
-            n = cutlass.min(q_tile + 1, kv)
+        if warp >= self.mma_warp:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == self.load_warp:
+                self._load(bars, smem, atoms, tensors, self._work(mask, s))
+            if warp == self.mma_warp:
+                self._mma(bars, smem, tmem, self._work(mask, s))
         else:
-            n = kv
-        return n * Int32(q_tile < kv)
+            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
+            self._softmax(bars, smem[3], scratch, tmem, (atoms[3], tensors[3]), mask, self._work(mask, s))
 
-    @cute.jit
     def _init_barriers(self, bars):
         with cute.arch.elect_one():
-            for g in cutlass.range_constexpr(self.tuning.query_tiles):
-                cute.arch.mbarrier_init(bars.q_full + g, 1)
-                cute.arch.mbarrier_init(bars.s_full + g, 1)
-                cute.arch.mbarrier_init(bars.p_full + g, WARPGROUP // WARP)
-                cute.arch.mbarrier_init(bars.o_full + g, 1)
-            for i in cutlass.range_constexpr(self.tuning.kv_stages):
+            for i in range(self.tuning.query_tiles):
+                cute.arch.mbarrier_init(bars.q_full + i, 1)
+                cute.arch.mbarrier_init(bars.o_full + i, 1)
+            for i in range(self.tuning.kv_stages):
                 cute.arch.mbarrier_init(bars.kv_full + i, 1)
                 cute.arch.mbarrier_init(bars.kv_empty + i, 1)
+            for g in range(GROUPS):
+                cute.arch.mbarrier_init(bars.s_full + g, 1)
+            for i in range(GROUPS * self.p_parts):
+                cute.arch.mbarrier_init(bars.p_full + i, WARPGROUP // WARP)
             cute.arch.mbarrier_init(bars.done, self.mma_warp)
         cute.arch.mbarrier_init_fence()
 
-    def _smem_tensors(self, storage):
-        """(sQ, sK, sV, sO); k and v tiles share the stages, out reuses q's memory."""
-        layouts = self._smem_layouts(*self._mmas())
-        buffers = (storage.q, storage.kv, storage.kv, storage.q)
-        return [x.get_tensor(layout.outer, swizzle=layout.inner) for x, layout in zip(buffers, layouts)]
+    # ---- which key tiles ---------------------------------------------------------------------------------------------
+
+    def _work(self, mask, s):
+        """This CTA's share. Blocks start in order of x, y, z: heads first, so that those that share a kv head run together
+        and find k and v in L2; the longest query tiles before short ones, so that these fill the last wave."""
+        head, batch, z = cute.arch.block_idx()
+        tile = (cute.arch.grid_dim()[2] - 1 - z) * self.tuning.query_tiles
+        tiles = cute.ceil_div(s, TILE)
+        classes = None
+        if self.mask == "tensor":
+            # A mask shared by all batches has one set of classes.
+            base = cutlass.min(batch, Int32(mask[2].shape[0]) - 1) * tiles * tiles
+            classes = cute.make_tensor(mask[2].iterator + base, cute.make_layout((tiles, tiles), stride=(tiles, 1)))
+        return Work(tile, head, batch, s, tiles, classes)
+
+    def _ends(self, work):
+        """For each query tile of the CTA, the key tiles it reads from the first on; 0 beyond the sequence."""
+        ends = []
+        for i in range(self.tuning.query_tiles):
+            tile = work.tile + i
+            end = tile + 1 if self.mask == "causal" else work.tiles
+            ends.append(cutlass.select_(tile < work.tiles, end, Int32(0)))
+        return ends
 
     @cute.jit
-    def _load(self, bars, smem, atoms, tensors, tile, counts):
-        """Load warp: q tiles once, then k and v of each key tile through the ring of stages."""
-        pair, head, batch = tile
-        qk_mma, pv_mma = self._mmas()
-        sQ, sK, sV, _ = smem
-        kv_head = head // (self.heads // self.kv_heads)
-        # (128, D, tiles of q), (128, D, tiles of k), (D, 128, tiles of v), of this head and batch
-        gQ = cute.local_tile(tensors[0][None, None, (head, batch)], (TILE_M, self.head_dim), (None, 0))
-        gK = cute.local_tile(tensors[1][None, None, (kv_head, batch)], (TILE_N, self.head_dim), (None, 0))
-        gV = cute.local_tile(tensors[2][None, None, (kv_head, batch)], (self.head_dim, TILE_N), (0, None))
-        tQsQ, tQgQ = _tma_parts(atoms[0], sQ, qk_mma.get_slice(0).partition_A(gQ))
-        tKsK, tKgK = _tma_parts(atoms[1], sK, qk_mma.get_slice(0).partition_B(gK))
-        tVsV, tVgV = _tma_parts(atoms[2], sV, pv_mma.get_slice(0).partition_B(gV))
-        tile_bytes = TILE_M * self.head_dim * BFloat16.width // 8
-        cute.arch.griddepcontrol_wait()
-        for g in cutlass.range_constexpr(self.tuning.query_tiles):
-            if counts[g] > 0:
-                full = bars.q_full + g
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                cute.copy(
-                    atoms[0], tQgQ[None, pair * self.tuning.query_tiles + g], tQsQ[None, g], tma_bar_ptr=full
-                )
-        slot, phase = Int32(0), Int32(1)
-        for j in cutlass.range(_most(counts), unroll=1):
-            self._load_tile(bars, atoms[1], tKgK[None, j], tKsK, slot, phase)
-            slot, phase = self._next(slot, phase)
-            self._load_tile(bars, atoms[2], tVgV[None, j], tVsV, slot, phase)
-            slot, phase = self._next(slot, phase)
-        cute.arch.griddepcontrol_launch_dependents()
+    def _walk(self, visit, state, work):
+        """Calls state = visit(state, j, kinds) for each key tile j that some query tile of the CTA reads, in order.
+        kinds: the mask class of the tile for each query tile; ALL_MASKED where it does not read it."""
+        if cutlass.const_expr(self.mask == "tensor"):
+            for block in cutlass.range(cute.ceil_div(work.tiles, SCAN_BLOCK), unroll=1):
+                mine, bits = self._scan(work, block)
+                while bits != 0:
+                    lane = cute.arch.popc((bits & -bits) - 1)
+                    bits = bits & (bits - 1)
+                    kinds = [cute.arch.shuffle_sync(k, lane) for k in mine]
+                    state = visit(state, block * SCAN_BLOCK + lane, kinds)
+        else:
+            ends = self._ends(work)
+            for j in cutlass.range(_largest(ends), unroll=1):
+                kinds = []
+                for i, end in enumerate(ends):
+                    inside = Int32(ALL_ZERO)
+                    if cutlass.const_expr(self.mask == "causal"):
+                        inside = cutlass.select_(j == work.tile + i, Int32(DIAGONAL), inside)
+                    kinds.append(cutlass.select_(j < end, inside, Int32(ALL_MASKED)))
+                state = visit(state, j, kinds)
+        return state
 
-    @cute.jit
-    def _load_tile(self, bars, atom, source, target, slot, phase):
-        """One key or value tile into stage `slot`, once it is free."""
-        full = bars.kv_full + slot
-        cute.arch.mbarrier_wait(bars.kv_empty + slot, phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, TILE_N * self.head_dim * BFloat16.width // 8)
-        cute.copy(atom, source, target[None, slot], tma_bar_ptr=full)
+    def _scan(self, work, block):
+        """Classes of 32 key tiles, one a lane, for each query tile; and a bit for each key tile some of them reads."""
+        j = block * SCAN_BLOCK + cute.arch.lane_idx()
+        mine = []
+        reads = Boolean(False)
+        for i in range(self.tuning.query_tiles):
+            tile = work.tile + i
+            known = Boolean(j < work.tiles) & Boolean(tile < work.tiles)
+            kind = work.classes[cutlass.min(tile, work.tiles - 1), cutlass.min(j, work.tiles - 1)].to(Int32)
+            mine.append(cutlass.select_(known, kind, Int32(ALL_MASKED)))
+            reads = reads | Boolean(mine[i] != ALL_MASKED)
+        return mine, Int32(cute.arch.vote_ballot_sync(reads))
 
     def _next(self, slot, phase):
-        """The ring's next slot and its parity."""
+        """The ring's next stage and its parity."""
         wrap = slot == self.tuning.kv_stages - 1
         return cutlass.select_(wrap, Int32(0), slot + 1), phase ^ Int32(wrap)
 
-    @cute.jit
-    def _mma(self, bars, smem, tmem, counts):
-        """MMA warp. For each key tile j and query tile g: O_g += P_g v of tile j - 1, then S_g = q_g k^T of tile j.
+    # ---- load warp ---------------------------------------------------------------------------------------------------
 
-        The tensor core executes in order, so S_g(j) overwrites P_g(j - 1) only after it was read.
-        """
+    @cute.jit
+    def _load(self, bars, smem, atoms, tensors, work):
+        """q tiles once; then for each key tile the keys and, `lag` tiles later, the values: the MMA warp's order."""
         qk_mma, pv_mma = self._mmas()
-        sQ, sK, sV, _ = smem
-        tQ, tK = qk_mma.make_fragment_A(sQ), qk_mma.make_fragment_B(sK)
-        tV = pv_mma.make_fragment_B(sV)
-        groups = self.tuning.query_tiles
-        tS = [self._accumulator(qk_mma, (TILE_M, TILE_N), tmem + c) for c in self.s_columns]
-        tO = [self._accumulator(pv_mma, (TILE_M, self.head_dim), tmem + c) for c in self.o_columns]
-        tP = [self._p_operand(pv_mma, tmem + c) for c in self.s_columns]
-        slot, phase, v_slot, v_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        for j in cutlass.range(_most(counts), unroll=1):
-            k_slot = slot
-            cute.arch.mbarrier_wait(bars.kv_full + slot, phase)
-            slot, phase = self._next(slot, phase)
-            for g in cutlass.range_constexpr(groups):
-                if j > 0:
-                    if j <= counts[g]:
-                        self._accumulate(bars, (tO[g], tP[g], tV, v_slot, v_phase), g, j - 1)
-                        if j == counts[g]:
-                            with cute.arch.elect_one():
-                                tcgen05.commit(bars.o_full + g)
-                if j < counts[g]:
-                    if j == 0:
-                        cute.arch.mbarrier_wait(bars.q_full + g, 0)
-                    _gemm(self._mmas()[0], tS[g], tQ[None, None, None, g], tK[None, None, None, k_slot], False)
-                    with cute.arch.elect_one():
-                        tcgen05.commit(bars.s_full + g)
-            with cute.arch.elect_one():
-                tcgen05.commit(bars.kv_empty + k_slot)
-                if j > 0:
-                    tcgen05.commit(bars.kv_empty + v_slot)
-            v_slot, v_phase = slot, phase
-            slot, phase = self._next(slot, phase)
-        for g in cutlass.range_constexpr(groups):
-            if counts[g] == _most(counts):
-                self._accumulate(bars, (tO[g], tP[g], tV, v_slot, v_phase), g, counts[g] - 1)
-                with cute.arch.elect_one():
-                    tcgen05.commit(bars.o_full + g)
+        d, parts = self.head_dim, self.kv_parts
+        kv = (work.head // (self.heads // self.kv_heads), work.batch)
+        # (128, D, tile), (128, D / parts, tile, part), (D, 128 / parts, tile * parts + part)
+        gQ = cute.local_tile(tensors[0][None, None, (work.head, work.batch)], (TILE, d), (None, 0))
+        gK = cute.local_tile(tensors[1][None, None, kv], (TILE, d // parts), (None, None))
+        gV = cute.local_tile(tensors[2][None, None, kv], (d, TILE // parts), (0, None))
+        tQsQ, tQgQ = _tma_parts(atoms[0], smem[0], qk_mma.get_slice(0).partition_A(gQ))
+        tKsK, tKgK = _tma_parts(atoms[1], smem[1], qk_mma.get_slice(0).partition_B(gK))
+        tVsV, tVgV = _tma_parts(atoms[2], smem[2], pv_mma.get_slice(0).partition_B(gV))
+        cute.arch.griddepcontrol_wait()
+        for i in cutlass.range_constexpr(self.tuning.query_tiles):
+            if work.tile + i < work.tiles:
+                _load_box(atoms[0], tQgQ[None, work.tile + i], tQsQ[None, i], bars.q_full + i, TILE * d)
+
+        sources = ((atoms[1], tKgK, tKsK), (atoms[2], tVgV, tVsV))
+        visit = partial(self._load_visit, bars, sources)
+        state = self._walk(visit, (Int32(0), Int32(1), Int32(0), Int32(0), Int32(0)), work)
+        slot, phase, count, before, last = state
+        ring = (slot, phase)
+        if cutlass.const_expr(self.lag == 2):
+            if count > 1:
+                ring = self._load_values(bars, sources, ring, before)
+        if count > 0:
+            ring = self._load_values(bars, sources, ring, last)
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def _load_visit(self, bars, sources, state, j, kinds):
+        """state: stage, its parity, tiles visited, and the last two of them."""
+        slot, phase, count, before, last = state
+        ring = (slot, phase)
+        if count >= self.lag:
+            ring = self._load_values(bars, sources, ring, last if self.lag == 1 else before)
+        for p in cutlass.range_constexpr(self.kv_parts):
+            ring = self._load_part(bars, sources[0], ring, (None, j, p))
+        return ring[0], ring[1], count + 1, last, j
+
+    def _load_values(self, bars, sources, ring, j):
+        for p in range(self.kv_parts):
+            ring = self._load_part(bars, sources[1], ring, (None, j * self.kv_parts + p))
+        return ring
+
+    def _load_part(self, bars, source, ring, index):
+        """A tile or part of one into the ring's next stage, once that is free."""
+        atom, gmem, smem = source
+        slot, phase = ring
+        cute.arch.mbarrier_wait(bars.kv_empty + slot, phase)
+        _load_box(atom, gmem[index], smem[None, slot], bars.kv_full + slot, TILE * self.head_dim // self.kv_parts)
+        return self._next(slot, phase)
+
+    # ---- MMA warp ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def _mma(self, bars, smem, tmem, work):
+        """All products of the CTA. They execute in order, so S_g(j) may overwrite P_g once P_g v has been issued."""
+        if cutlass.const_expr(self.tuning.query_tiles == 2):
+            visit = partial(self._mma_visit_two, bars, smem, tmem)
+            start = (Int32(0),) * 6
+            state = self._walk(visit, start, work)
+            slot, phase, pending, counts = state[0], state[1], (state[2], state[3]), (state[4], state[5])
+            for g in cutlass.range_constexpr(GROUPS):
+                if pending[g] != 0:
+                    self._accumulate(bars, smem, tmem, (slot, phase), Int32(g), counts[g] - 1, False)
+                if counts[g] > 0:
+                    _commit(bars.o_full + g)
+        else:
+            visit = partial(self._mma_visit_one, bars, smem, tmem)
+            slot, phase, count = self._walk(visit, (Int32(0),) * 3, work)
+            ring = (slot, phase)
+            if count > 1:
+                ring = self._accumulate(bars, smem, tmem, ring, count & 1, count - 2, True)
+            if count > 0:
+                ring = self._accumulate(bars, smem, tmem, ring, (count - 1) & 1, count - 1, True)
+                _commit(bars.o_full)
         cute.arch.mbarrier_wait(bars.done, 0)
         cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
 
     @cute.jit
-    def _accumulate(self, bars, operands, g: cutlass.Constexpr, j):
-        """O_g += P_g v for g's j-th tile."""
-        tO, tP, tV, v_slot, v_phase = operands
-        cute.arch.mbarrier_wait(bars.kv_full + v_slot, v_phase)
-        cute.arch.mbarrier_wait(bars.p_full + g, j & 1)
-        _gemm(self._mmas()[1], tO, tP, tV[None, None, None, v_slot], j > 0)
-
-    def _accumulator(self, mma, shape, pointer):
-        return cute.make_tensor(pointer, mma.make_fragment_C(mma.partition_shape_C(shape)).layout)
-
-    def _p_operand(self, pv_mma, pointer):
-        """P as A operand in TMEM: two bf16 a column."""
-        layout = sm100_utils.make_smem_layout_a(pv_mma, self._mma_tiles()[1], BFloat16, 1)
-        fragment = pv_mma.make_fragment_A(cute.make_tensor(pointer, layout.outer))[None, None, None, 0]
-        return cute.make_tensor(cute.recast_ptr(pointer, dtype=BFloat16), fragment.layout)
+    def _mma_visit_two(self, bars, smem, tmem, state, j, kinds):
+        """For each query tile g: O_g += P_g v of the tile before, then S_g = q_g k^T of this one.
+        state: stage and parity; for each g, whether P_g of the last tile waits for its values; scores issued."""
+        slot, phase = state[0], state[1]
+        pending, counts = [state[2], state[3]], [state[4], state[5]]
+        v_ring, k_ring = (slot, phase), (slot, phase)
+        if counts[0] + counts[1] > 0:
+            k_ring = self._next(slot, phase)
+        for g in cutlass.range_constexpr(GROUPS):
+            if pending[g] != 0:
+                self._accumulate(bars, smem, tmem, v_ring, Int32(g), counts[g] - 1, False)
+            pending[g] = Int32(kinds[g] != ALL_MASKED)
+            if pending[g] != 0:
+                if counts[g] == 0:
+                    cute.arch.mbarrier_wait(bars.q_full + g, 0)
+                self._scores(bars, smem, tmem, k_ring, g, Int32(g), False)
+                counts[g] = counts[g] + 1
+        if state[4] + state[5] > 0:
+            _commit(bars.kv_empty + v_ring[0])
+        _commit(bars.kv_empty + k_ring[0])
+        slot, phase = self._next(*k_ring)
+        return slot, phase, pending[0], pending[1], counts[0], counts[1]
 
     @cute.jit
-    def _softmax(self, bars, sO, tmem, out, tile, counts, s):
+    def _mma_visit_one(self, bars, smem, tmem, state, j, kinds):
+        """O += P_g v of the tile before last, whose P_g lies where S_g = q k^T of this one goes; g alternates."""
+        slot, phase, count = state
+        ring = (slot, phase)
+        if count == 0:
+            cute.arch.mbarrier_wait(bars.q_full, 0)
+        if count >= GROUPS:
+            ring = self._accumulate(bars, smem, tmem, ring, count & 1, count - GROUPS, True)
+        ring = self._scores(bars, smem, tmem, ring, 0, count & 1, True)
+        return ring[0], ring[1], count + 1
+
+    def _scores(self, bars, smem, tmem, ring, q_tile, g, release):
+        """S_g = q k^T from the ring's next stages."""
+        mma = self._mmas()[0]
+        accumulator = _accumulator(mma, (TILE, TILE), tmem + self.s_column(g))
+        tQ, tK = mma.make_fragment_A(smem[0]), mma.make_fragment_B(smem[1])
+        steps = self.head_dim // self.kv_parts // MMA_K
+        for p in range(self.kv_parts):
+            slot, phase = ring
+            cute.arch.mbarrier_wait(bars.kv_full + slot, phase)
+            for i in range(steps):
+                mma.set(tcgen05.Field.ACCUMULATE, p + i > 0)
+                a, b = tQ[None, None, p * steps + i, q_tile], tK[None, None, i, slot]
+                cute.gemm(mma, accumulator, a, b, accumulator)
+            if release:
+                _commit(bars.kv_empty + slot)
+            ring = self._next(slot, phase)
+        _commit(bars.s_full + g)
+        return ring
+
+    def _accumulate(self, bars, smem, tmem, ring, g, index, release):
+        """O += P_g v from the ring's next stages; `index`: how many products the query tile has had before."""
+        mma = self._mmas()[1]
+        column = self.o_column(g if self.tuning.query_tiles == 2 else 0)
+        accumulator = _accumulator(mma, (TILE, self.head_dim), tmem + column)
+        tP, tV = self._p_operand(mma, tmem + self.s_column(g)), mma.make_fragment_B(smem[2])
+        parity = index & 1 if self.tuning.query_tiles == 2 else (index >> 1) & 1
+        p_steps = TILE // MMA_K // self.p_parts
+        v_steps = TILE // MMA_K // self.kv_parts
+        for i in range(TILE // MMA_K):
+            slot, phase = ring
+            if i % v_steps == 0:
+                cute.arch.mbarrier_wait(bars.kv_full + slot, phase)
+            if i % p_steps == 0:
+                cute.arch.mbarrier_wait(bars.p_full + g * self.p_parts + i // p_steps, parity)
+                fence_after_sync()
+            mma.set(tcgen05.Field.ACCUMULATE, index > 0 if i == 0 else True)
+            cute.gemm(mma, accumulator, tP[None, None, i], tV[None, None, i % v_steps, slot], accumulator)
+            if (i + 1) % v_steps == 0:
+                if release:
+                    _commit(bars.kv_empty + slot)
+                ring = self._next(slot, phase)
+        return ring
+
+    def _p_operand(self, mma, pointer):
+        """P as A operand in TMEM: two bf16 a column."""
+        layout = sm100_utils.make_smem_layout_a(mma, (TILE, self.head_dim, TILE), BFloat16, 1)
+        fragment = mma.make_fragment_A(cute.make_tensor(pointer, layout.outer))[None, None, None, 0]
+        return cute.make_tensor(cute.recast_ptr(pointer, dtype=BFloat16), fragment.layout)
+
+    # ---- softmax warpgroups ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def _softmax(self, bars, sO, scratch, tmem, out, mask, work):
+        """Walks the key tiles of this warpgroup, then writes its part of the output."""
+        lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        for g in cutlass.range_constexpr(self.tuning.query_tiles):
-            if warp // 4 == g:
-                attention_softmax.softmax_role(
-                    self, bars, sO, (tmem + self.s_columns[g], tmem + self.o_columns[g]), out, tile, counts[g], g, s
-                )
+        group, warp = warp // (WARPGROUP // WARP), warp % (WARPGROUP // WARP)
+        tile = work.tile + group if self.tuning.query_tiles == 2 else work.tile
+        row = tile * TILE + warp * WARP + lane
+        minus_max, source = Float32(0.0), None
+        if cutlass.const_expr(self.mask == "tensor"):
+            cute.arch.griddepcontrol_wait()
+            minus_max, source = self._mask_source(mask, scratch[1], row, group * 4 + warp, work)
+        rows = softmax.Rows(
+            group=group,
+            thread=warp * WARP + lane,
+            lane=lane,
+            warp=warp,
+            tile=tile,
+            row=row,
+            s=work.s,
+            scores=tmem + self.s_column(group),
+            output=tmem + self.o_column(group),
+            minus_max=minus_max,
+            plain=cute.arch.vote_all_sync(minus_max == 0.0),
+            s_full=bars.s_full + group,
+            p_full=bars.p_full + group * self.p_parts,
+        )
+        zero = Float32(0.0)
+        state = (Int32(0), Float32(-Float32.inf), zero, zero)
+        count, _, sum0, sum1 = self._walk(partial(self._softmax_visit, rows, source), state, work)
+        total = sum0 + sum1
+        column, o_full = Int32(0), bars.o_full
+        if cutlass.const_expr(self.tuning.query_tiles == 2):
+            o_full = bars.o_full + group
+        else:
+            sums = cute.make_tensor(scratch[0], cute.make_layout((TILE, GROUPS)))
+            sums[rows.thread, group] = total
+            cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
+            total = sums[rows.thread, 0] + sums[rows.thread, 1]
+            column = group
+        if tile < work.tiles:
+            coordinate = (column, work.head, work.batch)
+            softmax.write_output(self, rows, sO, out, coordinate, o_full, total, count > 0)
+        softmax.arrive(bars.done)
+
+    @cute.jit
+    def _softmax_visit(self, rows, source, state, j, kinds):
+        """state: tiles done (by the query tile), running maximum and the two partial sums of the row."""
+        count, maximum, sum0, sum1 = state
+        if cutlass.const_expr(self.tuning.query_tiles == 2):
+            kind = cutlass.select_(rows.group == 0, kinds[0], kinds[1])
+            mine, index = kind != ALL_MASKED, count
+        else:
+            kind = kinds[0]
+            mine, index = (count & 1) == rows.group, count >> 1
+        if mine:
+            cute.arch.mbarrier_wait(rows.s_full, index & 1)
+            fence_after_sync()
+            if cutlass.const_expr(self.fixed_shift):
+                sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source, (sum0, sum1))
+            else:
+                row = (maximum, sum0, sum1)
+                maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, count > 0, row)
+        count = count + (Int32(mine) if self.tuning.query_tiles == 2 else 1)
+        return count, maximum, sum0, sum1
+
+    @cute.jit
+    def _mask_source(self, mask, scratch, row, warp, work):
+        """Minus the row's largest mask entry, and where mixed tiles find their entries: (this batch's mask, scratch)."""
+        entries, maxima, _ = mask
+        s = work.s
+        batch = cutlass.min(work.batch, Int32(entries.shape[0]) - 1)
+        largest = Float32(-Float32.inf)
+        for c in cutlass.range(maxima.shape[1], unroll=1):
+            largest = cute.arch.fmax(largest, maxima[batch, c, cutlass.min(row, s - 1)], nan=True)
+        # A row with no key to attend to has no weights to shift.
+        largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+        base = Int64(batch) * Int64(s) * Int64(s)
+        mine = mask_entries(entries, base, cute.make_layout((s, s), stride=(Int64(s), 1)))
+        return -largest, (mine, scratch + warp * (WARP * softmax.BIAS_PITCH))
+
+
+@dataclass(frozen=True)
+class MaskedAttention(Attention):
+    """Attention under an additive mask (B or 1, 1, S, S), bf16 or fp32, which `MaskScan` has looked through.
+
+    row_max, classes: as `MaskScan` writes them.
+    """
+
+    mask: str = "tensor"
+    mask_dtype: str = "bf16"
+
+    def signature(self) -> Signature:
+        q, k, v, out = super().signature()
+        return (q, k, v, *mask_arguments(self.mask_dtype), out)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        mask: cute.Tensor,
+        row_max: cute.Tensor,
+        classes: cute.Tensor,
+        out: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        self.launch(q, k, v, out, (mask, row_max, classes), stream)
 
 
 def _rows(t):
     """(B, S, H, D) as (S, D, (H, B)): the M or N and K modes first, as the tiled TMA wants them."""
-    return cute.make_tensor(
-        t.iterator,
-        cute.make_layout(
-            (t.shape[1], t.shape[3], (t.shape[2], t.shape[0])),
-            stride=(t.stride[1], t.stride[3], (t.stride[2], t.stride[0])),
-        ),
-    )
+    return _reorder(t, (1, 3, 2, 0))
 
 
 def _columns(t):
     """(B, S, KV, D) as (D, S, (KV, B)): v is the B operand with N = D."""
-    return cute.make_tensor(
-        t.iterator,
-        cute.make_layout(
-            (t.shape[3], t.shape[1], (t.shape[2], t.shape[0])),
-            stride=(t.stride[3], t.stride[1], (t.stride[2], t.stride[0])),
-        ),
-    )
+    return _reorder(t, (3, 1, 2, 0))
+
+
+def _reorder(t, order):
+    shape, stride = ([x[i] for i in order] for x in (t.shape, t.stride))
+    layout = cute.make_layout((shape[0], shape[1], tuple(shape[2:])), stride=(stride[0], stride[1], tuple(stride[2:])))
+    return cute.make_tensor(t.iterator, layout)
 
 
 def _tma_parts(atom, smem, gmem):
-    """Shared and global tensors cut for one TMA atom: ((box), stage), ((box), tile)."""
+    """Shared and global tensors cut for one TMA atom: ((box), stage), ((box), tile, ...)."""
     return cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 3), cute.group_modes(gmem, 0, 3)
     )
 
 
-def _gemm(mma, accumulator, a, b, accumulate):
-    """accumulator (+)= a b^T over all K blocks. `mma` is a fresh atom: setting its field rebinds it in this scope."""
-    for i in range(cute.size(a, mode=[2])):
-        mma.set(tcgen05.Field.ACCUMULATE, accumulate if i == 0 else True)
-        cute.gemm(mma, accumulator, a[None, None, i], b[None, None, i], accumulator)
+def _load_box(atom, source, target, barrier, elements):
+    """TMA load that completes on `barrier`; rows beyond the sequence arrive as zeros and count as bytes too."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, elements * BFloat16.width // 8)
+    cute.copy(atom, source, target, tma_bar_ptr=barrier)
 
 
-def _most(counts):
-    n = counts[0]
-    for c in counts[1:]:
-        n = cutlass.max(n, c)
+def _commit(barrier):
+    """Arrive once all MMAs issued so far are complete."""
+    with cute.arch.elect_one():
+        tcgen05.commit(barrier)
+
+
+def _accumulator(mma, shape, pointer):
+    return cute.make_tensor(pointer, mma.make_fragment_C(mma.partition_shape_C(shape)).layout)
+
+
+def _largest(values):
+    n = values[0]
+    for x in values[1:]:
+        n = cutlass.max(n, x)
     return n
