@@ -135,6 +135,8 @@ class Builder:
         self.ins: ptx.Instruction = None
         self.index = 0
         self._after: list[tuple] = []
+        self._flying: set[int] = set()                      # registers in flight in this block
+        self._held: list[tuple[int, ptx.Instruction]] = []  # copies of them that are put off
 
     # ---------------------------------------------------------------- errors
     def unsupported(self, why: str = "") -> UnsupportedInstruction:
@@ -365,22 +367,61 @@ class Builder:
                 scope = scope.parent
         self.alias = _aliases(self.kernel)
         for index, ins in enumerate(instructions):
-            if index in labelled and index and self.first_op[index - 1] == len(self.ops):
-                self._begin(index - 1, instructions[index - 1])
-                self.emit("NOP")          # so that the instruction above is counted as often as it runs
+            if index in labelled and index:
+                self._release_copies(index)
+                self._flying.clear()
+                if self.first_op[index - 1] == len(self.ops):
+                    self._begin(index - 1, instructions[index - 1])
+                    self.emit("NOP")      # so that the instruction above is counted as often as it runs
+            if self._flying and self._holds(index, ins):
+                continue
             self._begin(index, ins)
             self.first_op[index] = len(self.ops)
-            words = ins.words
-            lowering = LOWERINGS.get(".".join(words[:2])) or LOWERINGS.get(words[0])
-            if lowering is None:
-                raise self.unsupported()
-            lowering(ins, self)
-            for after in self._after:
-                self.emit(*after)
+            self._lower(ins)
+            if index in self.completions and ins.guard is None:
+                self._release_copies(index)
+                self._flying.clear()
+            for starts in self.pending.values():
+                self._flying.update(starts.get(index, ()))
+            if index in self.jumps:
+                self._flying.clear()
+        self._release_copies(len(instructions) - 1)
         self._begin(len(instructions) - 1, instructions[-1])
         self.ins = ptx.Instruction("exit", ("exit",), (), None, False, self.ins.line, self.ins.loc, self.ins.scope)
         self.first_op[len(instructions)] = len(self.ops)
         self.emit("EXIT")                 # the closing brace
+
+    def _lower(self, ins: ptx.Instruction) -> None:
+        words = ins.words
+        lowering = LOWERINGS.get(".".join(words[:2])) or LOWERINGS.get(words[0])
+        if lowering is None:
+            raise self.unsupported()
+        lowering(ins, self)
+        for after in self._after:
+            self.emit(*after)
+
+    # The compiler pairs the results of tcgen05.ld with mov before the wait that the source has between: a copy of a
+    # register in flight is done at that wait. Anything else that touches it, or the end of the block, makes it due.
+    def _holds(self, index: int, ins: ptx.Instruction) -> bool:
+        touched = set()
+        _registers_of(ins.operands, touched)
+        if ins.words[0] == "mov" and ins.guard is None and ins.words[-1] != "pred":
+            sources: set[int] = set()
+            _registers_of(ins.operands[1:], sources)
+            if sources & self._flying and not touched - sources & self._flying:
+                self._held.append((index, ins))
+                self._flying |= touched
+                return True
+        if self._held and (index in self.jumps or ins.words[0] in ("bra", "brx", "ret", "exit") or touched & self._flying):
+            self._release_copies(index)
+        return False
+
+    def _release_copies(self, index: int) -> None:
+        for own, ins in self._held:
+            self._begin(index, ins)
+            self.first_op[own] = len(self.ops)
+            self._lower(ins)
+        self._held.clear()
 
     def _begin(self, index: int, ins: ptx.Instruction) -> None:
         self.ins, self.index, self._after = ins, index, []
@@ -431,6 +472,23 @@ def _aliases(kernel: ptx.Kernel) -> dict[int, object]:
             if field is not None:
                 found[operands[0].id] = field
     return {register: value for register, value in found.items() if definitions[register] == 1}
+
+
+def _registers_of(operand, into: set[int]) -> None:
+    """Adds the ids of the registers within an operand."""
+    if isinstance(operand, ptx.Reg):
+        into.add(operand.id)
+    elif isinstance(operand, tuple):
+        for item in operand:
+            _registers_of(item, into)
+    elif isinstance(operand, ptx.Vec):
+        _registers_of(operand.items, into)
+    elif isinstance(operand, ptx.Addr):
+        _registers_of((operand.base, *operand.coords), into)
+    elif isinstance(operand, ptx.Pair):
+        _registers_of((operand.first, operand.second), into)
+    elif isinstance(operand, ptx.Not):
+        _registers_of(operand.pred, into)
 
 
 def _count_definitions(operand, counts: dict[int, int]) -> None:
