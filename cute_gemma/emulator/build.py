@@ -26,7 +26,10 @@ class BuildError(RuntimeError):
 
 
 def cache_dir(*parts: str) -> Path:
-    """The user's cache folder, created if absent: CUTE_GEMMA_CACHE_DIR, else the platform's place."""
+    """The user's cache folder, created if absent: CUTE_GEMMA_CACHE_DIR, else the platform's place.
+
+    Raises OSError that says how to choose another when it cannot be created.
+    """
     if override := os.environ.get("CUTE_GEMMA_CACHE_DIR"):
         root = Path(override)
     elif xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -39,7 +42,13 @@ def cache_dir(*parts: str) -> Path:
     else:
         root = Path.home() / ".cache" / "cute_gemma"
     folder = root.joinpath(*parts)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot create the cache folder {folder} ({error}); set CUTE_GEMMA_CACHE_DIR to a folder that can "
+            "be written"
+        ) from error
     return folder
 
 

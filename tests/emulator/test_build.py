@@ -118,6 +118,13 @@ def test_the_cache_folder_follows_the_platform_and_can_be_moved(monkeypatch, tmp
         assert cache_dir() == tmp_path / "home" / ".cache" / "cute_gemma"
 
 
+def test_a_cache_folder_that_cannot_be_made_says_how_to_choose_another(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUTE_GEMMA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(OSError, match="cannot create the cache folder .*set CUTE_GEMMA_CACHE_DIR"):
+        cache_dir("lib")
+
+
 def test_native_code_is_kept_apart_by_cpu(source, tmp_path, monkeypatch):
     headers = [tmp_path / "answer.h"]
     here = build_library([source], ("-O1", "-march=native"), headers=headers)
