@@ -46,8 +46,8 @@ def cache_dir(*parts: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"cannot create the cache folder {folder} ({error}); set CUTE_GEMMA_CACHE_DIR to a folder that can "
-            "be written"
+            f"cannot create the cache folder {folder} ({error}); set CUTE_GEMMA_CACHE_DIR to a folder that "
+            "can be written"
         ) from error
     return folder
 
