@@ -83,17 +83,21 @@ class TmaTensor:
 
 @dataclass(frozen=True)
 class TmaPartition:
-    """One operand seen by one CTA: shared memory by stage, global memory by tile and k block."""
+    """One operand seen by one CTA: shared memory by stage, global memory by tile and k block.
+
+    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone.
+    """
 
     atom: Any
     shared: Any
     tiles: Any
+    mask: Any = None
 
     def load(self, stage, barrier, *coordinates):
         """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
         cute.copy(
-            self.atom, self.tiles[(None, *coordinates)], self.shared[(None, stage)], tma_bar_ptr=barrier
-        )
+            self.atom, self.tiles[(None, *coordinates)], self.shared[(None, stage)],
+            tma_bar_ptr=barrier, mcast_mask=self.mask)
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class PersistentGemm:
     tuning: GemmTuning
     operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
     boxes: int = 2  # 32 x 64 boxes of shared memory an epilogue warp has, see boxes.py
+    clusters: bool = False  # whether loads and epilogue place rows by rank, as tuning.cluster_m > 1 needs
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
 
     # ---- shapes ---------------------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ class PersistentGemm:
         """Load descriptor for a B operand, (N, K) or (N, K, L)."""
         mma = self.tiled_mmas()[kind]
         layout = cute.slice_(self.stage_layouts(mma)[1], (None, None, None, 0))
-        op = sm100.cluster_shape_to_tma_atom_B((self.tuning.ctas, 1), mma.thr_id)
+        op = sm100.cluster_shape_to_tma_atom_B((self.tuning.cluster, 1), mma.thr_id)
         return TmaTensor(*cute.nvgpu.make_tiled_tma_atom_B(
             op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape))
 
@@ -178,8 +183,8 @@ class PersistentGemm:
         return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor))
 
     def cluster_layout(self, tiled_mma):
-        """(V, M, N, K) layout of the CTAs of a cluster: a pair is one MMA tile wide."""
-        return cute.tiled_divide(cute.make_layout((self.tuning.ctas, 1, 1)), (tiled_mma.thr_id.shape,))
+        """(V, M, N, K) layout of the CTAs of a cluster: those of one accumulator, `cluster_m` times."""
+        return cute.tiled_divide(cute.make_layout((self.tuning.cluster, 1, 1)), (tiled_mma.thr_id.shape,))
 
     def workspace_signature(self) -> tuple:
         """The arguments that come last in a stream-K kernel's signature."""
@@ -192,7 +197,9 @@ class PersistentGemm:
 
     def launch(self, tma: Any, schedule: TileSchedule, workspace: Workspace | None, stream) -> None:
         """Launch on `stream`; `tma` is whatever `loads` and `epilogue` of the subclass read on the device."""
-        ctas = self.tuning.ctas
+        ctas = self.tuning.cluster
+        if self.tuning.cluster_m > 1 and not self.clusters:
+            raise ValueError(f"cluster_m: {self.tuning.cluster_m}, expected 1 for {type(self).__name__}")
         self.kernel(self.tiled_mmas(), tma, schedule, workspace).launch(
             grid=(schedule.workers * ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -209,7 +216,7 @@ class PersistentGemm:
         """Set up barriers, TMEM and shared memory, then send every warp to its role."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        worker = cute.arch.block_idx()[0] // self.tuning.ctas
+        worker = cute.arch.block_idx()[0] // self.tuning.cluster
         cluster = self.cluster_layout(mmas[0])
         stages = self.stage_count
 
@@ -270,7 +277,7 @@ class PersistentGemm:
                 barrier_storage=storage.stage_barriers.data_ptr(),
                 num_stages=self.stage_count,
                 producer_group=one,
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.tuning.cluster_m),
                 tx_count=self.tuning.stage_bytes * self.tuning.ctas,
                 cta_layout_vmnk=cluster,
                 defer_sync=True,
@@ -304,18 +311,29 @@ class PersistentGemm:
     def partition_a(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
         """This CTA's part of an A operand; tiles are indexed (tile_m, k block, ...)."""
         tiles = cute.local_tile(tma.tensor, cute.select(self.mma_tiler, mode=[0, 2]), (None,) * cute.rank(tma.tensor))
-        return self._partition(tma.atom, shared, mma.get_slice(rank).partition_A(tiles))
+        return self._partition(tma.atom, shared, mma.get_slice(rank % self.tuning.ctas).partition_A(tiles))
 
     def partition_b(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
         """This CTA's part of a B operand; tiles are indexed (tile_n, k block, ...)."""
         tiles = cute.local_tile(tma.tensor, cute.select(self.mma_tiler, mode=[1, 2]), (None,) * cute.rank(tma.tensor))
-        return self._partition(tma.atom, shared, mma.get_slice(rank).partition_B(tiles))
+        tiles = mma.get_slice(rank % self.tuning.ctas).partition_B(tiles)
+        return self._partition(tma.atom, shared, tiles, self.b_sharers(mma, rank))
+
+    def b_sharers(self, mma, rank):
+        """(place among them, how many, mask) of the CTAs that fetch this CTA's part of B together, or None."""
+        if self.tuning.cluster_m == 1:
+            return None
+        cluster = self.cluster_layout(mma)
+        coordinate = cluster.get_flat_coord(rank)
+        mask = cpasync.create_tma_multicast_mask(cluster, coordinate, mcast_mode=1)
+        return coordinate[1], self.tuning.cluster_m, mask
 
     @staticmethod
-    def _partition(atom, shared, tiles) -> TmaPartition:
+    def _partition(atom, shared, tiles, sharers=None) -> TmaPartition:
+        place, count, mask = sharers or (0, 1, None)
         shared, tiles = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))
-        return TmaPartition(atom, shared, tiles)
+            atom, place, cute.make_layout(count), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))
+        return TmaPartition(atom, shared, tiles, mask)
 
     # ---- what a subclass provides ---------------------------------------------------------------------------------
 
@@ -467,7 +485,7 @@ class PersistentGemm:
         own = self.partial_rows(workspace, schedule.partial_slot(worker, unit.tile), row)
         for chunk in cutlass.range_constexpr(rows.chunks):
             cute.copy(self.partial_atom(), cute.recast_tensor(rows.read(chunk), Float32), own[None, chunk])
-        counter = workspace.counters.iterator + unit.tile * (self.tuning.tile_m // WARP) + row // WARP
+        counter = workspace.counters.iterator + unit.tile * (self.tuning.unit_rows // WARP) + row // WARP
         cute.arch.sync_warp()
         arrived = Int32(0)
         if cute.arch.lane_idx() == 0:
@@ -501,7 +519,7 @@ class PersistentGemm:
 
     def partial_rows(self, workspace, slot, row):
         """The calling thread's row of a slot, (CHUNK, chunks): a warp touches 512 contiguous bytes at a time."""
-        block = (slot * (self.tuning.tile_m // WARP) + row // WARP) * Int64(WARP * self.tuning.tile_n)
+        block = (slot * (self.tuning.unit_rows // WARP) + row // WARP) * Int64(WARP * self.tuning.tile_n)
         base = workspace.partials.iterator + block + cute.arch.lane_idx() * 4
         layout = cute.make_layout(
             ((4, CHUNK // 4), self.tuning.tile_n // CHUNK), stride=((1, 4 * WARP), CHUNK * WARP))

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_gemma.jit.signature import ScalarArg, TensorArg
-from cute_gemma.kernels.common import norm_rope
+from cute_gemma.kernels.common import bf16, norm_rope
 from cute_gemma.kernels.common.schedule import Section, plan, select
 from cute_gemma.kernels.sm100.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, PAIRS, VECTORS
 from cute_gemma.kernels.sm100.gemm import EPILOGUE_WARPS, PersistentGemm, Workspace
@@ -55,12 +55,36 @@ class QKVTma:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward needs, pairs in order q, k: normed (B*heads*S, D), rstd (B*heads*S,); rows M and S."""
+    """What the backward needs, pairs in order q, k: normed [B, heads, S, D], rstd [B, heads, S, 1]; rows = B * S."""
 
     normed: tuple
     rstd: tuple
     rows: Any
-    seq: Any
+
+
+@dataclass(frozen=True)
+class SavedRow:
+    """Where the calling thread saves its row of one head: byte addresses, and whether there is such a row."""
+
+    normed: Any
+    rstd: Any
+    valid: Any
+
+    @cute.jit
+    def save_rstd(self, value) -> None:
+        if self.valid:
+            pointer = cute.make_ptr(Float32, self.rstd, cute.AddressSpace.gmem, assumed_align=4)
+            cute.make_tensor(pointer, cute.make_layout(1))[0] = value
+
+    @cute.jit
+    def save_normed(self, column: int, pairs: list) -> None:
+        """Write the 8 elements from pair `column` on."""
+        if self.valid:
+            values = cute.make_rmem_tensor(PAIRS, Int32)
+            for index in cutlass.range_constexpr(PAIRS):
+                values[index] = pairs[index]
+            pointer = cute.make_ptr(Int32, self.normed + 4 * column, cute.AddressSpace.gmem, assumed_align=16)
+            cute.make_tensor(pointer, cute.make_layout(PAIRS)).store(values.load())
 
 
 @dataclass(frozen=True)
@@ -177,7 +201,7 @@ class QKVProjection(PersistentGemm):
         saved = None
         if cutlass.const_expr(self.save_for_backward):
             q_normed, k_normed, q_rstd, k_rstd = rest[2:6]
-            saved = Saved((q_normed, k_normed), (q_rstd, k_rstd), x.shape[0], q_normed.shape[2])
+            saved = Saved((q_normed, k_normed), (q_rstd, k_rstd), x.shape[0])
         workspace = Workspace(*rest[-3:-1]) if cutlass.const_expr(self.tuning.stream_k) else None
         tma = QKVTma(
             self.tma_a(x),
@@ -299,13 +323,19 @@ class QKVProjection(PersistentGemm):
             size = self.head_dim // 2
             heads = [pairs[first : first + size] for first in range(0, len(pairs), size)]
             inverses = [norm_rope.inverse_rms(head, self.eps) if self.qk_norm else None for head in heads]
+            saved_rows = [None] * len(heads)
+            if cutlass.const_expr(self.save_for_backward):
+                first_head = tile * len(heads)
+                saved_rows = [self.saved_row(tma.saved, part, first_row, first_head + h) for h in range(len(heads))]
+                for saved_row, inverse in zip(saved_rows, inverses):
+                    saved_row.save_rstd(inverse)
             for step in cutlass.range_constexpr(self.steps):
                 if cutlass.const_expr(step > 0):
                     boxes.reclaim()
                     self.fetch(step, cutlass.Boolean(True), io, first_row)
                     cute.arch.mbarrier_wait(self.barrier(scratch, step), index % 2)
                 for vector in cutlass.range_constexpr(VECTORS):
-                    self.rotate_vector(heads, inverses, (step, vector, part), scratch, boxes)
+                    self.rotate_vector(tuple(zip(heads, inverses, saved_rows)), (step, vector, part), scratch, boxes)
                 boxes.publish()
                 targets = [
                     (box_row, box_column + head * 2 * self.steps + step + half * self.steps)
@@ -317,20 +347,27 @@ class QKVProjection(PersistentGemm):
                 else:
                     boxes.store(tma.outputs[K], targets)
 
-    def rotate_vector(self, heads, inverses, at, scratch, boxes) -> None:
-        """8 columns of each half of every head of the row: norm, RoPE, into the boxes cos and sin came from."""
+    def rotate_vector(self, heads, at, scratch, boxes) -> None:
+        """8 columns of each half of every head of the row: norm, RoPE, into the boxes cos and sin came from.
+
+        heads: (pairs, inverse rms, SavedRow) each; at = (step, vector within the step, q or k).
+        """
         step, vector, part = at
         cos = boxes.read(0, vector), boxes.read(1, vector)
         sin = boxes.read(2, vector), boxes.read(3, vector)
         low = step * BOX_COLUMNS // 2 + vector * PAIRS
         columns = low, low + self.head_dim // 4
-        weights = [self.read_weights(scratch, part, column) for column in columns]
-        for head, (row, inverse) in enumerate(zip(heads, inverses)):
+        weights = [self.read_weights(scratch, part, column) for column in columns] if self.qk_norm else None
+        for head, (row, inverse, saved_row) in enumerate(heads):
             halves = [row[column : column + PAIRS] for column in columns]
             if self.qk_norm:
+                normed = [[norm_rope.normalise(pair, inverse) for pair in half] for half in halves]
+                if self.save_for_backward:
+                    for column, half in zip(columns, normed):
+                        saved_row.save_normed(column, [bf16.pack(*pair) for pair in half])
                 halves = [
-                    [norm_rope.scale(norm_rope.normalise(pair, inverse), weight) for pair, weight in zip(half, scale)]
-                    for half, scale in zip(halves, weights)
+                    [norm_rope.scale(pair, weight) for pair, weight in zip(half, scale)]
+                    for half, scale in zip(normed, weights)
                 ]
             rotated = [
                 norm_rope.rotate(halves[0][i], halves[1][i], (cos[0][i], cos[1][i]), (sin[0][i], sin[1][i]))
@@ -338,6 +375,19 @@ class QKVProjection(PersistentGemm):
             ]
             boxes.write(2 * head, vector, [low for low, _ in rotated])
             boxes.write(2 * head + 1, vector, [high for _, high in rotated])
+
+    def saved_row(self, saved, part, first_row, head) -> SavedRow:
+        """The calling thread's row of q or k's head number `head`; row m of the tile is (m // S, m % S) of [B, S]."""
+        m = first_row + cute.arch.lane_idx()
+        seq = saved.normed[Q].shape[2]
+        heads = select(part == Q, self.heads, self.kv_heads)
+        row = Int64((m // seq) * heads + head) * seq + m % seq
+        normed, rstd = (
+            Int64(cutlass.select_(part == Q, pair[Q].iterator.toint(), pair[K].iterator.toint()))
+            for pair in (saved.normed, saved.rstd)
+        )
+        valid = cutlass.and_(m < saved.rows, head < heads)
+        return SavedRow(normed + row * (2 * self.head_dim), rstd + row * 4, valid)
 
     def read_weights(self, scratch, part, column):
         """(1 + w) of the 8 columns from pair `column` on, as PAIRS fp32 pairs."""
