@@ -31,8 +31,9 @@ from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_filled
 from cute_gemma.kernels.common.schedule import Section, plan
 from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
-from cute_gemma.kernels.sm100.gemm import BLOCK_K, EPILOGUE_WARPS, WARP, GemmTuning, PersistentGemm, TmaTensor, Workspace
+from cute_gemma.kernels.sm100.gemm import EPILOGUE_WARPS, WARP, PersistentGemm, TmaTensor, Workspace
 from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning, chunk_rows
+from cute_gemma.kernels.sm100.tuning import BLOCK_K, EPILOGUE_CYCLES, SM_COUNT, GemmTuning, block_cycles
 
 WGRAD, DGRAD = 0, 1  # kinds of tile, and the numbers of their sections
 BLOCK_M = 128  # rows of A a CTA owns
@@ -78,7 +79,7 @@ class GradientLoads:
 
     @cute.jit
     def late(self, unit, k, stage, barrier):
-        block = unit.m * self.kernel.tuning.ctas + self.rank
+        block = unit.m * self.kernel.tuning.cluster + self.rank
         if unit.section == WGRAD:
             blocks = cute.ceil_div(self.seq, BLOCK_K)
             self.load(WGRAD, block, BLOCK_M, (k % blocks, k // blocks), (stage, barrier))
@@ -116,6 +117,7 @@ class QkvGradients(PersistentGemm):
     norm: NormBackwardTuning = NormBackwardTuning()
 
     operand_majors = (("mn", "mn"), ("k", "mn"))
+    clusters = True
 
     def __post_init__(self) -> None:
         if self.hidden < 8 or self.hidden % 8:
@@ -175,7 +177,7 @@ class QkvGradients(PersistentGemm):
             batch=batch,
             seq=seq,
         )
-        ctas, n_tiles = self.tuning.ctas, cute.ceil_div(self.hidden, self.tuning.tile_n)
+        ctas, n_tiles = self.tuning.cluster, cute.ceil_div(self.hidden, self.tuning.tile_n)
         columns = sum(self.side_heads) * self.head_dim
         wgrad = Section(cute.ceil_div(columns, BLOCK_M * ctas), n_tiles, batch * cute.ceil_div(seq, BLOCK_K))
         dgrad = Section(cute.ceil_div(batch * cute.ceil_div(seq, BLOCK_M), ctas), n_tiles, columns // BLOCK_K)
@@ -270,7 +272,7 @@ class QkvGradients(PersistentGemm):
     def epilogue(self, pairs, unit, index, io, row):
         """Store the row, as many boxes at a time as the warp has, to the matrix that its block belongs to."""
         tma, _, boxes = io
-        block = unit.m * self.tuning.ctas + row // BLOCK_M
+        block = unit.m * self.tuning.cluster + row // BLOCK_M
         box = row % BLOCK_M // BOX_ROWS
         per_tile = self.tuning.tile_n // BOX_COLUMNS
         for first in cutlass.range_constexpr(0, per_tile, self.boxes):
@@ -295,31 +297,26 @@ def transposed(tensor):
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
 
 
-# (tile_m, tile_n, cycles of a k block's MMAs). MMAs of 128 or 256 rows take N / 2 cycles for K = 16, N = 64 a half more
-# (measured on B200: SemiAnalysisAI/microbench-blackwell, umma_throughput).
-_TILES = ((128, 64, 192), (128, 128, 256), (256, 128, 256), (256, 256, 512))
-_L2_BYTES_PER_CYCLE = 64  # what one multiprocessor gets from L2, about
-_TILE_CYCLES = 500  # start and end of a tile that nothing overlaps, about
+# (tile_m, tile_n, cluster_m) of the tunings to choose from.
+_SHAPES = ((128, 64, 1), (128, 128, 1), (256, 128, 1), (256, 128, 2), (256, 256, 1), (256, 256, 2))
 
 
 @lru_cache(maxsize=1024)
-def default_tuning(batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = 148) -> GemmTuning:
-    """The tile shape whose schedule ends first by a simple model; heads: H + 2 KV.
+def default_tuning(
+    batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = SM_COUNT
+) -> GemmTuning:
+    """The tuning whose schedule ends first by the cycle counts of tuning.py; heads: H + 2 KV."""
+    blocks = {WGRAD: -(-heads * head_dim // BLOCK_M), DGRAD: batch * -(-seq // BLOCK_M)}
+    depth = {WGRAD: batch * -(-seq // BLOCK_K), DGRAD: heads * head_dim // BLOCK_K}
 
-    A k block costs what its MMAs or its bytes from L2 take, whichever is more.
-    """
-
-    def cycles(tile: tuple[int, int, int]) -> float:
-        tuning = GemmTuning(tile[0], tile[1], sm_count=sm_count)
-        k_block = max(tile[2], tuning.stage_bytes / _L2_BYTES_PER_CYCLE)
-        blocks = {WGRAD: -(-heads * head_dim // BLOCK_M), DGRAD: batch * -(-seq // BLOCK_M)}
-        depth = {WGRAD: batch * -(-seq // BLOCK_K), DGRAD: heads * head_dim // BLOCK_K}
-        tiles = {kind: -(-blocks[kind] // tuning.ctas) * -(-hidden // tile[1]) for kind in blocks}
-        costs = {kind: depth[kind] * k_block + _TILE_CYCLES for kind in blocks}
+    def cycles(tuning: GemmTuning) -> float:
+        tiles = {kind: -(-blocks[kind] // tuning.cluster) * -(-hidden // tuning.tile_n) for kind in blocks}
+        costs = {kind: depth[kind] * block_cycles(tuning) + EPILOGUE_CYCLES * tuning.tile_n for kind in blocks}
         return _end(tiles, costs, tuning.workers)
 
-    best = min(_TILES, key=cycles)
-    return GemmTuning(best[0], best[1], sm_count=sm_count)
+    candidates = [GemmTuning(m, n, cluster_m=cluster, sm_count=sm_count) for m, n, cluster in _SHAPES]
+    # Clusters are for many rows: a cluster with nothing to do in one CTA keeps its multiprocessor all the same.
+    return min((t for t in candidates if t.cluster <= min(blocks.values()) or t.cluster == 1), key=cycles)
 
 
 def _end(tiles: dict[int, int], costs: dict[int, float], workers: int) -> float:

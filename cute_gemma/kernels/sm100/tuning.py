@@ -27,6 +27,7 @@ class GemmTuning:
     """Tile shape and schedule of a GEMM.
 
     tile_m: rows of an accumulator over its CTAs, 128 (one CTA) or 256 (a CTA pair, cta_group::2).
+    cluster_m: accumulators, one below the other, whose CTAs form a cluster, walk together and share B by multicast.
     tile_n: columns of an accumulator, a multiple of 64 up to 256. stages: shared-memory stages (None: as many as fit).
     stream_k: split tiles over K where whole tiles would leave workers idle. group_m: tile rows walked together.
     sm_count: CTAs resident at once.
@@ -38,14 +39,17 @@ class GemmTuning:
     stream_k: bool = False
     group_m: int = 8
     sm_count: int = SM_COUNT
+    cluster_m: int = 1
 
     def __post_init__(self) -> None:
         if self.tile_m not in (128, 256):
             raise ValueError(f"tile_m: {self.tile_m}, expected 128 or 256")
         if self.tile_n % 64 or not 64 <= self.tile_n <= ACC_COLUMNS:
             raise ValueError(f"tile_n: {self.tile_n}, expected a multiple of 64 from 64 to {ACC_COLUMNS}")
-        if self.sm_count < self.ctas:
-            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.ctas} CTAs of one tile")
+        if self.cluster_m not in (1, 2, 4):
+            raise ValueError(f"cluster_m: {self.cluster_m}, expected 1, 2 or 4")
+        if self.sm_count < self.cluster:
+            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.cluster} CTAs of one cluster")
         if self.group_m < 1:
             raise ValueError(f"group_m: {self.group_m}, expected at least 1")
         if self.stages is not None and self.stages < 2:
@@ -57,9 +61,19 @@ class GemmTuning:
         return self.tile_m // 128
 
     @property
+    def cluster(self) -> int:
+        """CTAs of a cluster, which is a worker."""
+        return self.ctas * self.cluster_m
+
+    @property
+    def unit_rows(self) -> int:
+        """Rows of a unit: of the accumulators of a cluster."""
+        return 128 * self.cluster
+
+    @property
     def workers(self) -> int:
-        """Most tiles in work at once."""
-        return self.sm_count // self.ctas
+        """Most units in work at once."""
+        return self.sm_count // self.cluster
 
     @property
     def stage_bytes(self) -> int:
@@ -69,12 +83,12 @@ class GemmTuning:
     @property
     def partial_floats(self) -> int:
         """fp32 elements of the workspace for pieces of split tiles: two slots a worker."""
-        return 2 * self.workers * self.tile_m * self.tile_n
+        return 2 * self.workers * self.unit_rows * self.tile_n
 
     @property
     def counters(self) -> int:
         """int32 counters of the workspace, one for each 32 rows of a split tile; zero between launches."""
-        return 2 * self.workers * self.tile_m // 32
+        return 2 * self.workers * self.unit_rows // 32
 
 
 def choose_tuning(
@@ -115,4 +129,5 @@ def gemm_cycles(tuning: GemmTuning, rows: int, columns: tuple[int, ...], inner: 
 def block_cycles(tuning: GemmTuning) -> float:
     """Cycles of one k block of a tile: the tensor cores' or the operands' way from L2, whichever is longer."""
     rate = FLOPS_PER_CYCLE * (NARROW_RATE if tuning.tile_n == 64 else 1)
-    return max(2 * 128 * tuning.tile_n * BLOCK_K / rate, tuning.stage_bytes / L2_BYTES_PER_CYCLE)
+    fetched = (128 + tuning.tile_n // tuning.cluster) * BLOCK_K * 2
+    return max(2 * 128 * tuning.tile_n * BLOCK_K / rate, fetched / L2_BYTES_PER_CYCLE)
