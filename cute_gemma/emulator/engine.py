@@ -228,8 +228,9 @@ def run_launch(
     footprint = Footprint(result.footprint)
     if result.fault:
         raise _fault(launch, program, result)
+    per_instruction = program.instruction_counts(counts)
     return LaunchReport(
-        launch, program, program.instruction_counts(counts), seconds, result.warp_instructions,
+        launch, program, per_instruction, seconds, int(per_instruction.sum()),
         *(getattr(result, name) for name in _FIGURES), footprint,
     )  # fmt: skip
 

@@ -107,7 +107,8 @@ static void merge(Warp *w) {
   while (w->nsplit > 0 && !w->split[w->nsplit - 1].mask) w->nsplit--;
 }
 
-// The split to run: the lowest pc, or, after one used up its budget, the next in turn. -1: none can run.
+// The split to run: the lowest pc, or, after one used up its budget or yielded, the next in turn. -1: all wait, and the
+// engine will wake one; -2: all wait for each other.
 static int pick(Warp *w, int turn) {
   int best = -1, waits_for_engine = 0;
   for (int i = 0; i < w->nsplit; i++) {
@@ -256,7 +257,7 @@ RunResult interp_run(Warp *w, uint32_t budget) {
     if (choice == -2) { report_divergence(w); return RUN_FAULT; }
     w->current = choice;
     if (run_split(w, &budget, turn, &result) == STOPPED) {
-      w->rotate = result == RUN_BUDGET && w->nsplit > 1;
+      w->rotate = (result == RUN_BUDGET || result == RUN_YIELD) && w->nsplit > 1;
       return result;
     }
     if (turn && w->split[choice].mask && w->split[choice].wait) turn = 0;
