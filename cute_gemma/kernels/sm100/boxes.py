@@ -89,9 +89,10 @@ class WarpBoxes:
     def store(self, tma, targets) -> None:
         """Store box i to `targets[i]` = (row, column, ...) in boxes of the output, all as one bulk group."""
         shared, tiles = self._partition(tma)
-        for box, target in enumerate(targets):
-            cute.copy(tma.atom, shared[None, self.first + box], tiles[(None, *target)])
-        cute.arch.cp_async_bulk_commit_group()
+        with cute.arch.elect_one():
+            for box, target in enumerate(targets):
+                cute.copy(tma.atom, shared[None, self.first + box], tiles[(None, *target)])
+            cute.arch.cp_async_bulk_commit_group()
 
     def load(self, tma, sources, first_box: int, barrier) -> None:
         """Fetch `sources[i]` = (row, column) into box `first_box` + i, counted by `barrier`."""
