@@ -1,0 +1,148 @@
+"""Each missing piece of synchronisation in a correct kernel is reported, and the correct kernel is not."""
+
+import re
+
+import numpy as np
+import pytest
+from gemm_ptx import BODY, MODULE, aligned, gemm, without
+from ptx_runner import run
+
+from cute_gemma import emulator as emu
+
+WAIT = "mbarrier.try_wait.parity.shared.b64 %p6, {}, {};\n@!%p6 bra {};"
+SCHEDULES = ("lazy", "eager", "random:7")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_correct_kernel_raises_nothing_and_is_exact(schedule):
+    c, expected, _ = gemm(512, schedule=schedule)
+    assert np.array_equal(c, expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("line", "instead", "error", "says"),
+    [
+        pytest.param(WAIT.format("[%r11]", "%r9", "WAIT_FULL"), "", (emu.RaceError, emu.UninitialisedRead),
+                     "shared memory at offset", id="full wait"),
+        pytest.param(WAIT.format("[%r11+16]", "%r9", "WAIT_EMPTY"), "", emu.EmulationError, "mbarrier", id="empty wait"),
+        pytest.param(WAIT.format("[%r4+32]", "0", "WAIT_DONE"), "", emu.EmulationError, "TMEM column 0", id="done wait"),
+        pytest.param("24576;", "24560;", emu.EmulationError, "mbarrier", id="expect_tx too small"),
+        pytest.param("24576;", "24592;", emu.DeadlockError, "16 bytes pending", id="expect_tx too large"),
+        pytest.param("fence.proxy.async.shared::cta;", "", emu.ProxyFenceError, "fence.proxy.async", id="proxy fence"),
+        pytest.param("tcgen05.wait::ld.sync.aligned;", "", emu.AsyncRegisterError, "tcgen05.wait::ld", id="wait::ld"),
+        pytest.param("fence.proxy.async.shared::cta;\nbar.sync 1, 128;", "fence.proxy.async.shared::cta;",
+                     (emu.RaceError, emu.UninitialisedRead), "shared memory at offset", id="barrier before the store"),
+        pytest.param("cp.async.bulk.wait_group.read 0;", "", emu.LeakError, "wait_group", id="bulk wait"),
+        pytest.param("cp.async.bulk.commit_group;", "", emu.LeakError, "wait_group", id="bulk commit"),
+        pytest.param("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 64;", "", emu.LeakError, "64 TMEM columns", id="dealloc"),
+        pytest.param("bar.sync 0;", "", emu.EmulationError, "", id="barrier after init"),
+        pytest.param("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4+32];", "", emu.DeadlockError,
+                     "0x14420", id="commit"),
+    ],
+)  # fmt: skip
+def test_planted_fault_is_reported(line, instead, error, says, schedule):
+    with pytest.raises(error) as caught:
+        gemm(512, without(line, instead), schedule=schedule)
+    assert says in str(caught.value)
+    assert "warp" in str(caught.value)
+
+
+def test_other_swizzle_in_the_tensor_map_is_reported():
+    with pytest.raises(emu.DescriptorError, match="128-byte swizzle.*a 64-byte swizzle|wider than its swizzle"):
+        gemm(256, swizzle=64)
+
+
+def test_other_swizzle_in_the_descriptor_is_reported():
+    body = BODY.replace("0x40004040", "0x80004040")
+    with pytest.raises(emu.DescriptorError, match="a 64-byte swizzle at shared memory.*with a 128-byte swizzle"):
+        gemm(256, body)
+
+
+def test_smaller_box_is_reported():
+    with pytest.raises(emu.EmulationError, match="bytes pending|nothing has written"):
+        gemm(256, box_a=(64, 64))
+
+
+def test_race_names_both_accesses():
+    with pytest.raises(emu.RaceError) as caught:
+        gemm(512, without(WAIT.format("[%r11+16]", "%r9", "WAIT_EMPTY")), schedule="eager")
+    assert re.search(r"an asynchronous copy .* writes what an asynchronous copy .* wrote at PTX line \d+", caught.value.message)
+    assert "cp.async.bulk.tensor" in caught.value.text
+    assert caught.value.warp == 4
+
+
+def test_checks_can_be_switched_off():
+    c, expected, _ = gemm(256, without("fence.proxy.async.shared::cta;"), hazards=False)
+    assert np.array_equal(c, expected)
+
+
+def test_load_used_before_its_wait_still_arrives_with_checks_off():
+    c, expected, _ = gemm(256, without("tcgen05.wait::ld.sync.aligned;"), hazards=False)
+    assert np.array_equal(c, expected)
+
+
+# ---------------------------------------------------------------- ordinary accesses
+EXCHANGE = """
+ld.param.u64 %d1, [p0];
+mov.u32 %r1, %tid.x; mov.u32 %r2, smem; shl.b32 %r3, %r1, 2; add.u32 %r4, %r2, %r3;
+st.shared.b32 [%r4], %r1;
+bar.sync 0;
+xor.b32 %r5, %r3, 128; add.u32 %r5, %r5, %r2;
+ld.shared.b32 %r6, [%r5];
+cvt.u64.u32 %d2, %r3; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r6;
+"""
+
+
+def test_barrier_orders_two_warps():
+    out = aligned(64, np.uint32)
+    run(EXCHANGE, out, block=64, module=MODULE, dynamic_smem=256)
+    assert np.array_equal(out, np.arange(64) ^ 32)
+
+
+def test_missing_barrier_between_two_warps_is_a_race():
+    out = aligned(64, np.uint32)
+    with pytest.raises((emu.RaceError, emu.UninitialisedRead)):
+        run(without("bar.sync 0;", body=EXCHANGE), out, block=64, module=MODULE, dynamic_smem=256)
+
+
+def test_overwriting_what_another_warp_still_reads_is_a_race():
+    out = aligned(64, np.uint32)
+    body = EXCHANGE + "st.shared.b32 [%r4], %r6;"
+    with pytest.raises(emu.RaceError, match="warp . (reads what warp . wrote|writes what warp . read)"):
+        run(body, out, block=64, module=MODULE, dynamic_smem=256)
+
+
+def test_neighbouring_bytes_of_different_warps_do_not_race():
+    body = """
+    ld.param.u64 %d1, [p0];
+    mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mov.u32 %r3, smem; add.u32 %r4, %r3, %r2;
+    cvt.u16.u32 %h1, %r2; st.shared.b8 [%r4], %h1;
+    bar.sync 0;
+    ld.shared.b32 %r5, [%r3];
+    shl.b32 %r6, %r1, 2; cvt.u64.u32 %d2, %r6; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r5;
+    """
+    out = aligned(128, np.uint32)
+    run(body, out, block=128, module=MODULE, dynamic_smem=16)
+    assert (out == 0x03020100).all()
+
+
+def test_reading_shared_memory_nothing_wrote_is_reported():
+    out = aligned(1, np.uint32)
+    with pytest.raises(emu.UninitialisedRead, match="offset 0x404"):
+        run("mov.u32 %r1, smem; ld.shared.b32 %r2, [%r1+4];", out, module=MODULE, dynamic_smem=64)
+
+
+def test_strong_accesses_do_not_race():
+    body = """
+    ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem;
+    setp.ne.u32 %p1, %r1, 0; @%p1 bra GO; st.shared.b32 [%r2], 0; GO:
+    bar.sync 0;
+    atom.shared.add.u32 %r3, [%r2], 1;
+    bar.sync 0;
+    ld.shared.b32 %r4, [%r2];
+    shl.b32 %r6, %r1, 2; cvt.u64.u32 %d2, %r6; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r4;
+    """
+    out = aligned(96, np.uint32)
+    run(body, out, block=96, module=MODULE, dynamic_smem=16)
+    assert (out == 96).all()
