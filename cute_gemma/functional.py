@@ -74,7 +74,8 @@ def attention_forward(
         target=target,
         backend=backend,
     )
-    return _run(plan, backend)
+    plan.run()
+    return plan.output
 
 
 def plan_attention_forward(
@@ -154,10 +155,9 @@ def attention(
 
     Returns a new bfloat16 tensor [B, S, H, D]. Raises as `attention_forward` does.
     """
-    return _run(
-        plan_attention(q, k, v, mask=mask, softcap=softcap, scale=scale, target=target, backend=backend),
-        backend,
-    )
+    plan = plan_attention(q, k, v, mask=mask, softcap=softcap, scale=scale, target=target, backend=backend)
+    plan.run()
+    return plan.output
 
 
 def plan_attention(
@@ -192,8 +192,3 @@ def resolve_call_target(target: str | None, backend: str | None, device: torch.d
     if backend not in (None, wanted):
         raise ValueError(f"backend: got {backend!r} for tensors on {device}, want {wanted!r}")
     return jit.resolve_target(target, device).name
-
-
-def _run(plan: Plan, backend: str | None) -> Tensor:
-    plan.run(backend=backend)
-    return plan.output

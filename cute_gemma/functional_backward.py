@@ -72,7 +72,7 @@ def qkv_backward(
         backend=backend,
         out=out,
     )
-    plan.run(backend=backend)
+    plan.run()
     return plan.output
 
 
@@ -183,7 +183,7 @@ def rope_backward(
     cos1 + g2 sin2, g2 cos2 - g1 sin1), computed in float32. Raises as `qkv_backward` does.
     """
     plan = plan_rope_backward(grad_query, grad_key, cos, sin, target=target, backend=backend)
-    plan.run(backend=backend)
+    plan.run()
     return plan.output
 
 

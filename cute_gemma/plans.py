@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from . import jit
+from . import emulator, jit
 from .config import AttentionConfig
 from .emulator.launch import Launch
 from .jit.signature import TensorArg
@@ -20,6 +22,8 @@ from .kernels.registry import ForwardKernels, forward_kernels
 # What cudaMalloc aligns to (CUDA C++ Programming Guide, device memory accesses); no kernel asks for more.
 _SLOT_ALIGN = 256
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
+# Seconds after which a launch in the emulator shows a progress bar.
+_BAR_DELAY = 3.0
 # Scratch arguments that a kernel finds zeroed.
 _ZEROED = ("counters",)
 
@@ -47,9 +51,19 @@ class Plan:
     output: Tensor | tuple[Tensor, ...]
     workspace: Workspace
 
-    def launch(self, step: Step, **options: Any) -> Any:
-        """Launches one step; options go to `jit.launch`."""
-        return jit.launch(step.kernel, *step.tensors.values(), target=self.target, **options)
+    @property
+    def emulated(self) -> bool:
+        """Whether the tensors are on the CPU, so that the launches run in the emulator."""
+        return self.workspace.device.type == "cpu"
+
+    def launch(self, step: Step, emulation: Any = None) -> Any:
+        """Launches one step; emulation: an emulator.Options. Returns what `jit.launch` returns."""
+        arguments = (step.kernel, *step.tensors.values())
+        if not self.emulated:
+            return jit.launch(*arguments, target=self.target)
+        with _progress_bar(step.stage) as progress:
+            emulation = replace(emulation or emulator.Options(), progress=progress)
+            return jit.launch(*arguments, target=self.target, emulation=emulation)
 
     def capture(self, step: Step) -> list[Launch]:
         """The launches that the step's host code makes of CPU tensors, without running them."""
@@ -57,15 +71,30 @@ class Plan:
         jit.compile(step.kernel, self.target).host_code(tuple(step.tensors.values()), launches.append)
         return launches
 
-    def run(self, **options: Any) -> list[Any]:
+    def run(self, emulation: Any = None) -> list[Any]:
         """Launches every step in order, and returns what each launch returned."""
-        return [self.launch(step, **options) for step in self.steps]
+        # One stream: the emulator checks each launch that may start early against the one before.
+        with emulator.stream() if self.emulated else nullcontext():
+            return [self.launch(step, emulation) for step in self.steps]
 
     def poison(self) -> None:
         """Fills the output and the workspace with NaN, so that what no kernel writes shows."""
         for tensor in (self.output,) if isinstance(self.output, Tensor) else self.output:
             tensor.fill_(math.nan)
         self.workspace.poison()
+
+
+@contextmanager
+def _progress_bar(stage: str) -> Iterator[Callable[[int, int], None]]:
+    """What shows a launch's progress in CTAs, on a terminal and once it takes long."""
+    bar = tqdm(desc=stage, unit="CTA", delay=_BAR_DELAY, leave=False, disable=None)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    with bar:
+        yield progress
 
 
 class Workspace:

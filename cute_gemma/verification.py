@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import functional, functional_backward, jit
+from . import emulator, functional, functional_backward, jit
 from .config import AttentionConfig
 from .plans import Plan, Step
 from .workloads import OutputCheck, Workload, case_for, check_output
@@ -97,7 +97,8 @@ def verify(
             inputs.to(device), problem.config, target=options.target, backend=backend
         )
         plan.poison()
-        launches = [_timed_launch(plan, step, options) for step in plan.steps]
+        with emulator.stream():
+            launches = [_timed_launch(plan, step, options) for step in plan.steps]
         judge = _Judge(problem, inputs, batch, seq)
         stages = tuple(
             StageResult(step.stage, type(step.kernel).__name__, *launched, judge.checks(step.outputs))
@@ -123,17 +124,14 @@ def _timed_launch(
 ) -> tuple[tuple[int, int, int] | None, int | None, float]:
     """Grid, warp-instructions and seconds of one step, compiled beforehand."""
     jit.compile(step.kernel, plan.target)
-    if options.backend == "cuda":
-        start = time.perf_counter()
-        plan.launch(step, backend="cuda")
+    start = time.perf_counter()
+    if not plan.emulated:
+        plan.launch(step)
         torch.cuda.synchronize()
         return None, None, time.perf_counter() - start
-    from .emulator import Options as EmulatorOptions
-
-    start = time.perf_counter()
-    reports = plan.launch(step, backend="emulator", emulation=EmulatorOptions(schedule=options.schedule))
+    reports = plan.launch(step, emulator.Options(schedule=options.schedule))
     seconds = time.perf_counter() - start
-    return reports[0].grid, sum(report.warp_instructions for report in reports), seconds
+    return reports[0].launch.grid, sum(report.warp_instructions for report in reports), seconds
 
 
 class _Judge:

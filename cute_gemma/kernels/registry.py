@@ -68,11 +68,11 @@ def _sm100_forward() -> ForwardKernels:
     """Kernel modules import the compiler, which takes seconds: each loads with its first kernel."""
 
     def qkv_projection(config: AttentionConfig, rows: int) -> Any:
-        from .sm100.qkv_proj import QKVProjection
+        from .sm100.qkv_proj import QKVProjection, default_tuning
 
-        return QKVProjection(
-            config.hidden, config.heads, config.kv_heads, config.head_dim, config.eps, config.qk_norm
-        )
+        sizes = (config.hidden, config.heads, config.kv_heads, config.head_dim)
+        tuning = default_tuning(rows, *sizes)
+        return QKVProjection(*sizes, config.eps, config.qk_norm, tuning=tuning)
 
     def mask_scan(mask: str) -> Any:
         from .sm100.mask_scan import MaskScan
@@ -86,9 +86,10 @@ def _sm100_forward() -> ForwardKernels:
         return Attention(*sizes, mask) if mask in ("causal", "none") else MaskedAttention(*sizes, mask_dtype=mask)
 
     def output_projection(config: AttentionConfig, rows: int) -> Any:
-        from .sm100.out_proj import OutputProjection
+        from .sm100.out_proj import OutputProjection, default_tuning
 
-        return OutputProjection(config.hidden, config.q_width)
+        sizes = (config.hidden, config.q_width)
+        return OutputProjection(*sizes, default_tuning(rows, *sizes))
 
     return ForwardKernels((128,), qkv_projection, mask_scan, attention, output_projection)
 
