@@ -16,10 +16,11 @@ class LaunchReport:
     """One launch.
 
     warp_instructions: executed in all, a warp's execution of one PTX instruction counting once.
-    tma_load_bytes, tma_store_bytes: moved by bulk and tensor copies. mma_flops: of tensor-core operations, 2 per
-    multiply-add. tmem_load_bytes, tmem_store_bytes: by tcgen05.ld and tcgen05.st. smem_wavefronts: passes that shared
-    memory accesses took, and smem_ideal_wavefronts what they would have taken without bank conflicts. sectors_read,
-    sectors_written: distinct 32-byte sectors of global memory. seconds: that the emulation took.
+    tma_load_bytes, tma_store_bytes: moved by bulk and tensor copies, a multicast counting once. mma_flops: of
+    tensor-core operations, 2 per multiply-add. tmem_load_bytes, tmem_store_bytes: by tcgen05.ld and tcgen05.st.
+    smem_wavefronts: passes that shared memory accesses took, and smem_ideal_wavefronts what they would have taken
+    without bank conflicts. sectors_read, sectors_written: distinct 32-byte sectors of global memory. seconds: that
+    the emulation took.
     """
 
     launch: Launch

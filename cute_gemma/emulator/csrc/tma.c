@@ -255,7 +255,7 @@ static Status finish_load(Async *a) {
     const uint8_t *from = a->kind == A_BULK_LOAD ? (const uint8_t *)a->copy.global : a->cta->smem + a->copy.other_smem;
     for (uint32_t k = 0; k < n; k++) memcpy(data[k]->smem + a->copy.smem, from, a->copy.bytes);
   }
-  w->launch->result->tma_load_bytes += (uint64_t)a->copy.bytes * n;
+  w->launch->result->tma_load_bytes += a->copy.bytes;  // read once, however many CTAs receive it
   for (uint32_t k = 0; k < n; k++)
     if (mbar_copy_done(w, a->op, barrier[k], a->copy.mbar & SMEM_OFFSET, a->copy.bytes) == ST_FAULT) return ST_FAULT;
   async_free(w->launch, a);

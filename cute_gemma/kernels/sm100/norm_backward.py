@@ -184,7 +184,7 @@ class NormBackward:
 
     @cute.jit
     def _write_partial(self, grad_w: cute.Tensor, partials: cute.Tensor, cta: cutlass.Int32):
-        """Adds the threads' grad_w that share a column, in row-lane order, and writes partials[cta]."""
+        """Adds the threads' grad_w that share a column, in a fixed order, and writes partials[cta]."""
         lanes = self.head_dim // VECTOR
         groups = 32 * self.tuning.warps // lanes
         smem = SmemAllocator()
@@ -195,10 +195,13 @@ class NormBackward:
         cute.autovec_copy(grad_w, cute.local_tile(sums[thread // lanes, None], (VECTOR,), (thread % lanes,)))
         cute.arch.sync_threads()
         if thread < self.head_dim:
-            total = sums[0, thread]
-            for group in cutlass.range_constexpr(1, groups):
-                total += sums[group, thread]
-            partials[cta, thread] = total
+            partials[cta, thread] = pairwise_sum([sums[group, thread] for group in range(groups)])
+
+
+def pairwise_sum(terms: list):
+    """The sum of some terms as a balanced tree: a sum's error grows with its depth."""
+    half = len(terms) // 2
+    return terms[0] if half == 0 else pairwise_sum(terms[:half]) + pairwise_sum(terms[half:])
 
 
 def vector_at(pointer: cute.Pointer, offset) -> cute.Tensor:

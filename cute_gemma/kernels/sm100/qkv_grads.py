@@ -244,7 +244,8 @@ class QkvGradients(PersistentGemm):
     def fold_partials(self, tma):
         """grad_norm[d] = sum of partials[:, d] over the CTAs of a side, in an order that depends on nothing else.
 
-        A warp takes FOLD_COLUMNS columns; its lanes hold every fourth row of them and are added up by shuffles.
+        A warp takes FOLD_COLUMNS columns; its lanes hold every fourth row of them and are added up by shuffles. What
+        each addition loses is kept and added at the end: hundreds of partial sums cost no more accuracy than one.
         """
         chunk = chunk_rows(
             tma.batch * self.heads * tma.seq, tma.batch * self.kv_heads * tma.seq, self.norm)
@@ -259,14 +260,16 @@ class QkvGradients(PersistentGemm):
                 if group // groups == side:
                     begin, end = (0, rows_q) if cutlass.const_expr(side == 0) else (rows_q, rows_q + rows_k)
                     column = group % groups * FOLD_COLUMNS + lane % FOLD_COLUMNS
-                    total = Float32(0.0)
+                    total, error = Float32(0.0), Float32(0.0)
                     for row in cutlass.range(begin + lane // FOLD_COLUMNS, end, WARP // FOLD_COLUMNS, unroll=8):
-                        total += tma.partials[row, column]
+                        total, lost = two_sum(total, tma.partials[row, column])
+                        error += lost
                     cute.arch.sync_warp()
                     for distance in (16, 8):
-                        total += cute.arch.shuffle_sync_bfly(total, distance)
+                        total, lost = two_sum(total, cute.arch.shuffle_sync_bfly(total, distance))
+                        error += cute.arch.shuffle_sync_bfly(error, distance) + lost
                     if lane < FOLD_COLUMNS:
-                        tma.grad_norms[side][column] = total
+                        tma.grad_norms[side][column] = total + error
 
     @cute.jit
     def epilogue(self, pairs, unit, index, io, row):
@@ -289,6 +292,13 @@ class QkvGradients(PersistentGemm):
                 blocks = cute.ceil_div(tma.seq, BLOCK_M)
                 box_row = block % blocks * (BLOCK_M // BOX_ROWS) + box
                 boxes.store(tma.grad_hidden, [(box_row, column, block // blocks) for column in columns])
+
+
+def two_sum(a, b):
+    """(s, e): s = a + b rounded and e what the rounding lost, exactly (Knuth, TAOCP 2, 4.2.2)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
 
 
 def transposed(tensor):
