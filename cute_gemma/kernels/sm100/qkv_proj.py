@@ -363,6 +363,7 @@ class QKVProjection(PersistentGemm):
             if self.qk_norm:
                 normed = [[norm_rope.normalise(pair, inverse) for pair in half] for half in halves]
                 if self.save_for_backward:
+                    cute.arch.sync_warp()  # keeps the compiler from starting on later vectors, which spills
                     for column, half in zip(columns, normed):
                         saved_row.save_normed(column, [bf16.pack(*pair) for pair in half])
                 halves = [
