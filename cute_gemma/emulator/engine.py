@@ -25,6 +25,7 @@ from .report import LaunchReport, Report
 # The engine's target is the very machine: no library leaves it. Fused multiply-add stands only where PTX has one.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
 _POLICIES = {"eager": 0, "lazy": 1, "random": 2}
+_HAZARDS = {False: 0, True: 1, "strict": 2, "scoreboard": 3}        # LaunchDesc.hazards of emu.h
 _SM_COUNT = {100: 148, 90: 132}        # CUDA: B200 and H200
 
 
@@ -42,7 +43,9 @@ class Options:
     """How to run.
 
     schedule: when asynchronous operations complete: "lazy" (as late as legal), "eager", or "random:SEED" (which also
-    interleaves warps at random). hazards: True checks ordering and races; "strict" makes advice an error; False is off.
+    interleaves warps at random). hazards: True checks ordering and races; "strict" makes advice an error; "scoreboard" is
+    True without the error for results of tcgen05.ld used before tcgen05.wait::ld (the PTX ISA asks for the wait, but the
+    assembler lets the hardware's scoreboard do it, and kernels are in use that rely on that); False is off.
     sm_count: CTAs resident at once; None takes the card of the kernel's target. approx_edge: approximate instructions sit
     at the edge of their documented error. progress: called with (CTAs done, CTAs); True draws a bar. memory: further
     tensors or Regions that the kernels may touch, beyond the tensor arguments.
@@ -57,8 +60,8 @@ class Options:
 
     def __post_init__(self) -> None:
         self.policy()
-        if self.hazards not in (True, False, "strict"):
-            raise ValueError(f'hazards: got {self.hazards!r}, expected True, False or "strict"')
+        if self.hazards not in _HAZARDS:
+            raise ValueError(f'hazards: got {self.hazards!r}, expected True, False, "strict" or "scoreboard"')
         if self.sm_count is not None and self.sm_count < 1:
             raise ValueError(f"sm_count: got {self.sm_count}, expected a positive count or None")
 
@@ -217,7 +220,7 @@ def run_launch(
             ctypes.pointer(c_program), launch.grid, launch.block, launch.cluster, program.static_smem,
             launch.dynamic_smem, program.dynamic_base, params.ctypes.data, program.kernel.param_bytes, c_regions,
             len(every), arch, options.sm_count or _SM_COUNT[arch], policy, seed,
-            2 if options.hazards == "strict" else int(options.hazards), launch.programmatic, options.approx_edge,
+            _HAZARDS[options.hazards], launch.programmatic, options.approx_edge,
             progress, previous.footprint.pointer if previous is not None else None,
         )  # fmt: skip
         result = _CResult(counts=counts.ctypes.data)

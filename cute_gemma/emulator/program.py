@@ -59,9 +59,9 @@ class Program:
         self.module, self.kernel, self.lines, self.source = module, kernel, lines, builder.source
         self.const_keys = list(builder.consts)
         self.const_slots, self.const_size = self._place_constants()
-        self.ops, self.refs = registers.encode(builder, slots, self.const_slots)
+        self.ops, self.refs = registers.encode(builder, slots, self.const_slots, top)
         self.specials = registers.special_slots(builder, slots)
-        self.reg_bytes, self.npreds = top * registers.SLOT, builder.npreds
+        self.reg_bytes, self.npreds = top * registers.SLOT, builder.npreds + registers.pred_shift(top)
         self.first_op = np.array(builder.first_op[:-1], np.int64)
         self.static_smem, self.dynamic_base = builder.static_smem, builder.dynamic_base
         self.edge_ops = np.isin(self.ops["code"], [opcodes()[name] for name in _APPROXIMATE])

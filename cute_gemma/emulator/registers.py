@@ -178,15 +178,28 @@ def _flag_pending(builder: Builder, before: list[set[int]]) -> None:
             op.flags |= PENDING
 
 
-def encode(builder: Builder, slots: dict[int, int], const_slots: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def pred_shift(top: int) -> int:
+    """What is added to predicate indices (but the two constant ones) so that none is also the slot of a value register: the
+    check for registers in flight sees bare numbers."""
+    return top
+
+
+def encode(
+    builder: Builder, slots: dict[int, int], const_slots: list[int], top: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Operations and references as emu.h lays them out; targets become indices of operations."""
     count = len(builder.ops)
     ops = np.zeros(count, OP_DTYPE)
     refs: list[int] = []
     first_op = builder.first_op
+    shift = pred_shift(top)
+
+    def predicate(index: int) -> int:
+        return index + shift if index > 1 else index
+
     for row, op in enumerate(builder.ops):
         ops[row] = (
-            op.code, op.flags, len(op.refs), op.guard, len(refs), op.sub,
+            op.code, op.flags, len(op.refs), predicate(op.guard), len(refs), op.sub,
             -1 if op.target is None else first_op[op.target], op.line, op.imm, op.imm2,
         )  # fmt: skip
         for ref in op.refs:
@@ -195,7 +208,7 @@ def encode(builder: Builder, slots: dict[int, int], const_slots: list[int]) -> t
             elif ref < PRED:
                 refs.append(const_slots[ref - CONST] + _CONST_BIT)
             elif ref < LABEL:
-                refs.append(ref - PRED)
+                refs.append(predicate(ref - PRED))
             else:
                 refs.append(first_op[ref - LABEL])
     return ops, np.array(refs or [0], np.int32)

@@ -120,6 +120,7 @@ typedef enum {
 Status fault(Warp *w, const Op *op, FaultKind kind, const char *fmt, ...);   // always returns ST_FAULT
 
 // ---------------------------------------------------------------- the launch, as Python fills it (ctypes in engine.py)
+#define HAZARDS_SCOREBOARD 3               // on, but touching a result of tcgen05.ld waits for it, as the hardware does
 typedef struct { uint64_t base, size; uint32_t writable, index; } Region;    // global memory the launch may touch
 typedef struct {
   const Program *program;
@@ -132,7 +133,7 @@ typedef struct {
   uint32_t resident;                       // most CTAs at once (the SM count of the modelled card)
   uint32_t policy;                         // 0 eager, 1 lazy, 2 random
   uint64_t seed;
-  uint32_t hazards;                        // 0: off, 1: on, 2: strict (advice becomes a fault)
+  uint32_t hazards;                        // 0: off, 1: on, 2: strict (advice becomes a fault), HAZARDS_SCOREBOARD
   uint32_t programmatic;                   // launched with programmatic stream serialization (PDL)
   uint32_t approx_edge;                    // 1: approximate instructions sit at the edge of their documented error
   void (*progress)(uint64_t ctas_done, uint64_t ctas);

@@ -190,7 +190,6 @@ Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
 }
 
 Status engine_pending(Warp *w, const Op *op, uint32_t mask) {
-  (void)mask;
   WarpState *s = state(w);
   if (!s->npending) return ST_NEXT;
   if (!w->launch->hazards) return tmem_loads_arrive(w);      // as the hardware's scoreboard has it
@@ -198,8 +197,9 @@ Status engine_pending(Warp *w, const Op *op, uint32_t mask) {
   uint32_t slots = w->launch->program->reg_bytes / SLOT;
   for (uint32_t i = 0; i < op->nargs; i++) {
     if (refs[i] < 0 || (uint32_t)refs[i] >= slots) continue;
-    if (s->pending[refs[i] / 64] >> (refs[i] % 64) & 1)
-      return fault(w, op, FAULT_ASYNC_REGISTER, "uses a register that a tcgen05.ld or wgmma is still writing: "
+    if (!(s->pending[refs[i] / 64] >> (refs[i] % 64) & 1)) continue;
+    if (w->launch->hazards == HAZARDS_SCOREBOARD && s->tmem_ld) return exec_tc_wait(w, &(Op){.sub = 0}, mask);
+    return fault(w, op, FAULT_ASYNC_REGISTER, "uses a register that a tcgen05.ld or wgmma is still writing: "
                    "tcgen05.wait::ld (or wgmma.wait_group) must come first");
   }
   return ST_NEXT;
