@@ -200,6 +200,8 @@ class PersistentGemm:
         ctas = self.tuning.cluster
         if self.tuning.cluster_m > 1 and not self.clusters:
             raise ValueError(f"cluster_m: {self.tuning.cluster_m}, expected 1 for {type(self).__name__}")
+        # A short name instead of one that spells out every field.
+        self.kernel.set_name_prefix(type(self).__name__, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(self.tiled_mmas(), tma, schedule, workspace).launch(
             grid=(schedule.workers * ctas, 1, 1),
             block=(THREADS, 1, 1),
@@ -307,6 +309,10 @@ class PersistentGemm:
         """TMEM accumulators as the MMA writes them, (MMA, MMA_M, MMA_N, STAGE)."""
         shape = mma.partition_shape_C(self.mma_tiler[:2])
         return cute.make_tensor(address, mma.make_fragment_C(cute.append(shape, ACC_STAGES)).layout)
+
+    def m_tile(self, rank):
+        """Function of a unit: the row tile of the accumulator that this CTA has a part in."""
+        return lambda unit: unit.m * self.tuning.cluster_m + rank // self.tuning.ctas
 
     def partition_a(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
         """This CTA's part of an A operand; tiles are indexed (tile_m, k block, ...)."""

@@ -30,16 +30,17 @@ class OutputTma:
 
 @dataclass(frozen=True)
 class OutputLoads:
-    """Weights do not depend on the attention kernel, its output does."""
+    """Weights do not depend on the attention kernel, its output does. m_tile: see `PersistentGemm.m_tile`."""
 
     attn: Any
     weight: Any
+    m_tile: Any
 
     def early(self, unit, k, stage, barrier):
         self.weight.load(stage, barrier, unit.n, k)
 
     def late(self, unit, k, stage, barrier):
-        self.attn.load(stage, barrier, unit.m, k)
+        self.attn.load(stage, barrier, self.m_tile(unit), k)
 
 
 def default_tuning(rows: int, hidden: int, features: int, sm_count: int = SM_COUNT) -> GemmTuning:
@@ -54,6 +55,7 @@ class OutputProjection(PersistentGemm):
     hidden: int
     features: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
+    clusters = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "features"):
@@ -74,7 +76,7 @@ class OutputProjection(PersistentGemm):
         """Host entry; rest = (partials, counters, stream) with stream-K, else (stream,)."""
         tma = OutputTma(self.tma_a(attn), self.tma_b(weight), self.tma_store(out))
         section = Section(
-            cute.ceil_div(attn.shape[0], self.tuning.tile_m),
+            cute.ceil_div(attn.shape[0], self.tuning.unit_rows),
             cute.ceil_div(self.hidden, self.tuning.tile_n),
             cute.ceil_div(self.features, BLOCK_K),
         )
@@ -86,13 +88,14 @@ class OutputProjection(PersistentGemm):
         return OutputLoads(
             self.partition_a(tma.attn, mmas[0], operands[0][0], rank),
             self.partition_b(tma.weight, mmas[0], operands[0][1], rank),
+            self.m_tile(rank),
         )
 
     @cute.jit
     def epilogue(self, pairs, unit, index, io, row):
         """Store the row, as many boxes at a time as the warp has."""
         tma, _, boxes = io
-        box_row = (unit.m * self.tuning.tile_m + row) // BOX_ROWS
+        box_row = (unit.m * self.tuning.unit_rows + row) // BOX_ROWS
         per_tile = self.tuning.tile_n // BOX_COLUMNS
         for first in cutlass.range_constexpr(0, per_tile, self.boxes):
             count = min(self.boxes, per_tile - first)

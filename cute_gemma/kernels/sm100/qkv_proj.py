@@ -97,11 +97,15 @@ class Scratch:
 
 @dataclass(frozen=True)
 class QKVLoads:
-    """Weights do not depend on the preceding kernel, x does. tiles: column tiles of (q, k) before the v part."""
+    """Weights do not depend on the preceding kernel, x does.
+
+    tiles: column tiles of q and of k, which come before those of v. m_tile: see `PersistentGemm.m_tile`.
+    """
 
     x: Any
     weights: tuple
     tiles: tuple
+    m_tile: Any
 
     @cute.jit
     def early(self, unit, k, stage, barrier):
@@ -114,7 +118,7 @@ class QKVLoads:
             self.weights[V].load(stage, barrier, unit.n - q_tiles - k_tiles, k)
 
     def late(self, unit, k, stage, barrier):
-        self.x.load(stage, barrier, unit.m, k)
+        self.x.load(stage, barrier, self.m_tile(unit), k)
 
 
 def default_tuning(
@@ -155,6 +159,8 @@ class QKVProjection(PersistentGemm):
             raise ValueError(f"tile_n: {self.tuning.tile_n}, expected a multiple of head_dim {self.head_dim}")
         if self.save_for_backward and not self.qk_norm:
             raise ValueError("save_for_backward: True, but without qk_norm there is nothing to save")
+
+    clusters = True
 
     # ---- host -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +220,7 @@ class QKVProjection(PersistentGemm):
         )
         q_tiles, kv_tiles = self.column_tiles
         section = Section(
-            cute.ceil_div(x.shape[0], self.tuning.tile_m),
+            cute.ceil_div(x.shape[0], self.tuning.unit_rows),
             Int32(q_tiles + 2 * kv_tiles),
             Int32(cute.ceil_div(self.hidden, BLOCK_K)),
         )
@@ -263,14 +269,15 @@ class QKVProjection(PersistentGemm):
 
     def loads(self, tma, mmas, operands, rank) -> QKVLoads:
         weights = tuple(self.partition_b(weight, mmas[0], operands[0][1], rank) for weight in tma.weights)
-        return QKVLoads(self.partition_a(tma.x, mmas[0], operands[0][0], rank), weights, self.column_tiles)
+        x = self.partition_a(tma.x, mmas[0], operands[0][0], rank)
+        return QKVLoads(x, weights, self.column_tiles, self.m_tile(rank))
 
     def place(self, unit, row):
         """(which of q, k, v; tile within it; first row of the warp in the tensor) of a unit."""
         q_tiles, kv_tiles = self.column_tiles
         part = select(unit.n < q_tiles, Q, select(unit.n < q_tiles + kv_tiles, K, V))
         before = select(part == Q, 0, select(part == K, q_tiles, q_tiles + kv_tiles))
-        return part, unit.n - before, unit.m * self.tuning.tile_m + row
+        return part, unit.n - before, unit.m * self.tuning.unit_rows + row
 
     def barrier(self, scratch, step: int):
         """This warp's barrier for a step. It completes once a unit, so its phase is the parity of the unit's index."""
