@@ -1,0 +1,324 @@
+"""qkv_backward: what it accepts, what it refuses, and both pass rules for its six results in emulation."""
+
+import math
+
+import pytest
+import torch
+
+import cute_gemma
+from cute_gemma import QKVGradients, jit, reference
+from cute_gemma.config import AttentionConfig
+from cute_gemma.emulator import Options
+from cute_gemma.functional_backward import plan_qkv_backward
+from cute_gemma.jit import UnsupportedTargetError
+from cute_gemma.workloads import case_for, check_output, workload
+
+B, S, C, H, KV, D = 2, 5, 64, 4, 2, 128
+BF16, F32 = torch.bfloat16, torch.float32
+PROBLEM = workload("051")
+SIZES = [(1, 131), (2, 128), (1, 1), (3, 43), (1, 512), (4, 128), (1, 997)]
+
+
+class Launched(Exception):
+    """Stands for everything that happens once the arguments have passed."""
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    """Whatever compiles or launches raises Launched instead."""
+
+    def launched(*args, **kwargs):
+        raise Launched
+
+    monkeypatch.setattr(jit, "launch", launched)
+    monkeypatch.setattr(jit, "compile", launched)
+
+
+SHAPES = {
+    "grad_query": (B, H, S, D),
+    "grad_key": (B, KV, S, D),
+    "grad_value": (B, KV, S, D),
+    "hidden_states": (B, S, C),
+    "q_weight": (H * D, C),
+    "k_weight": (KV * D, C),
+    "v_weight": (KV * D, C),
+    "q_norm_weight": (D,),
+    "k_norm_weight": (D,),
+    "q_rstd": (B, H, S, 1),
+    "k_rstd": (B, KV, S, 1),
+    "q_normed": (B, H, S, D),
+    "k_normed": (B, KV, S, D),
+}
+
+
+def arguments() -> dict:
+    return {
+        name: torch.zeros(shape, dtype=F32 if name.endswith("rstd") else BF16) for name, shape in SHAPES.items()
+    }
+
+
+def call(**changes):
+    return cute_gemma.qkv_backward(**{**arguments(), **changes})
+
+
+def places(**changes) -> QKVGradients:
+    """Tensors for the results, each filled with 7."""
+    shapes = {
+        "hidden_states": (B, S, C),
+        "q_weight": (H * D, C),
+        "k_weight": (KV * D, C),
+        "v_weight": (KV * D, C),
+        "q_norm_weight": (D,),
+        "k_norm_weight": (D,),
+    }
+    tensors = {
+        name: torch.full(shape, 7, dtype=F32 if name.endswith("norm_weight") else BF16)
+        for name, shape in shapes.items()
+    }
+    return QKVGradients(**{**tensors, **changes})
+
+
+def test_good_arguments_reach_the_launch(no_launch):
+    with pytest.raises(Launched):
+        call()
+    with pytest.raises(Launched):
+        call(out=places(hidden_states=None, k_norm_weight=None))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "change, error, came",
+    [
+        (lambda t: None, TypeError, "got NoneType, want a torch.Tensor"),
+        (lambda t: t.half(), TypeError, "got dtype torch.float16, want torch."),
+        (lambda t: t.unsqueeze(0), ValueError, r"got shape \(1, .*want \("),
+        (lambda t: t[:0], ValueError, r"got shape \(0,.*want \("),
+        (lambda t: t.to("meta"), ValueError, "got a tensor on meta, want"),
+        (lambda t: t.clone().requires_grad_(), ValueError, "got a tensor that requires grad, want none"),
+    ],
+)
+def test_a_wrong_tensor_is_named(no_launch, name, change, error, came):
+    with pytest.raises(error, match=f"^{name}: {came}"):
+        call(**{name: change(arguments()[name])})
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if len(SHAPES[name]) > 1])
+def test_a_tensor_that_is_not_contiguous_is_named(no_launch, name):
+    shape = SHAPES[name]
+    wide = torch.zeros(shape[0], *shape[1:-1], 2 * shape[-1], dtype=arguments()[name].dtype)
+    with pytest.raises(ValueError, match=f"^{name}: got strides .*want a contiguous tensor"):
+        call(**{name: wide[..., : shape[-1]]})
+
+
+@pytest.mark.parametrize(
+    "name, shape, wanted",
+    [
+        ("grad_query", (B, H, S), r"\(B, H, S, D\)"),
+        ("grad_key", (B, KV, S + 1, D), r"\(2, KV, 5, 128\)"),
+        ("grad_value", (B, KV + 1, S, D), r"\(2, 2, 5, 128\)"),
+        ("hidden_states", (B, S + 1, C), r"\(2, 5, C\)"),
+        ("q_weight", (H * D, C + 8), r"\(512, 64\)"),
+        ("k_weight", (H * D, C), r"\(256, 64\)"),
+        ("v_weight", (C, KV * D), r"\(256, 64\)"),
+        ("q_norm_weight", (2 * D,), r"\(128,\)"),
+        ("q_rstd", (B, H, S), r"\(2, 4, 5, 1\)"),
+        ("k_normed", (B, H, S, D), r"\(2, 2, 5, 128\)"),
+    ],
+)
+def test_a_wrong_shape_says_what_is_wanted(no_launch, name, shape, wanted):
+    came = ", ".join(map(str, shape))
+    tensor = torch.zeros(shape, dtype=arguments()[name].dtype)
+    with pytest.raises(ValueError, match=rf"^{name}: got shape \({came},?\), want {wanted}"):
+        call(**{name: tensor})
+
+
+def test_sizes_without_kernels_are_named(no_launch):
+    narrow = {name: torch.zeros(*SHAPES[name][:-1], 60, dtype=BF16) for name in ("hidden_states", "q_weight", "k_weight", "v_weight")}
+    with pytest.raises(ValueError, match="^hidden_states: got 60 columns, want a multiple of 8"):
+        call(**narrow)
+    dim = 64
+    shapes = {name: tuple(dim if extent == D else extent for extent in shape) for name, shape in SHAPES.items()}
+    shapes |= {"q_weight": (H * dim, C), "k_weight": (KV * dim, C), "v_weight": (KV * dim, C), "hidden_states": (B, S, C)}
+    small = {name: torch.zeros(shape, dtype=arguments()[name].dtype) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match="^grad_query: got 64 elements a head, want 128 or 256 on sm_100a"):
+        cute_gemma.qkv_backward(**small)
+    with pytest.raises(UnsupportedTargetError, match="target"):
+        call(target="sm_80")
+    with pytest.raises(ValueError, match="^backend: got 'cuda' for tensors on cpu"):
+        call(backend="cuda")
+
+
+def test_what_is_wrong_with_out_is_named_and_nothing_is_written(no_launch):
+    inputs = arguments()
+    wrong = {
+        "^out.q_weight: got shape": places(q_weight=torch.zeros(C, H * D, dtype=BF16)),
+        "^out.q_norm_weight: got dtype torch.bfloat16, want torch.float32": places(q_norm_weight=torch.zeros(D, dtype=BF16)),
+        "^out.hidden_states: got memory that overlaps hidden_states": places(hidden_states=inputs["hidden_states"]),
+        "^out.v_weight: got memory that overlaps k_weight": places(v_weight=inputs["k_weight"]),
+    }
+    for message, out in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            cute_gemma.qkv_backward(**inputs, out=out)
+        mine = [t for t in out if t is not None and all(t is not i for i in inputs.values())]
+        assert all((t == 7).all() or (t == 0).all() for t in mine)
+    both = torch.full((KV * D, C), 7, dtype=BF16)
+    with pytest.raises(ValueError, match="^out.v_weight: got memory that overlaps out.k_weight"):
+        call(out=places(k_weight=both, v_weight=both))
+    with pytest.raises(TypeError, match="^out: got tuple, want a QKVGradients or None"):
+        call(out=tuple(places()))
+    out = places()
+    with pytest.raises(ValueError, match="^k_normed"):
+        call(out=out, k_normed=torch.zeros(B, H, S, D, dtype=BF16))
+    assert all((t == 7).all() for t in out), "written though an argument was rejected"
+    assert all((t == 0).all() for t in inputs.values())
+
+
+def run(inputs, schedule="lazy"):
+    """The results with NaN in all memory beforehand, and the reports of the launches."""
+    plan = plan_qkv_backward(**inputs.tensors())
+    plan.poison()
+    reports = [report for step in plan.steps for report in plan.launch(step, emulation=Options(schedule=schedule))]
+    return plan.output, reports
+
+
+def realistic(batch, seq, config, seed=0):
+    """Suite inputs, but q_normed, k_normed and their rstd from a forward pass, and weights about 0 for the norms."""
+    inputs = PROBLEM.make_inputs("suite", batch, seq, seed, config)
+    generator = torch.Generator().manual_seed(seed + 1)
+    made = {}
+    for side, heads in (("q", config.heads), ("k", config.kv_heads)):
+        projected = (inputs.hidden_states @ getattr(inputs, f"{side}_weight").T).float()
+        projected = projected.unflatten(-1, (heads, config.head_dim)).transpose(1, 2)
+        rstd = torch.rsqrt(projected.square().mean(-1, keepdim=True) + 1e-6)
+        made[f"{side}_rstd"] = rstd.contiguous()
+        made[f"{side}_normed"] = (projected * rstd).bfloat16().contiguous()
+        made[f"{side}_norm_weight"] = (0.3 * torch.randn(config.head_dim, generator=generator)).bfloat16()
+    return type(inputs)(**{**inputs.tensors(), **made})
+
+
+def assert_both_rules_hold(inputs, results, batch, seq, config=PROBLEM.config):
+    eager = PROBLEM.reference(inputs, config)
+    exact = PROBLEM.reference(inputs.to(torch.float64), config)
+    case = case_for("051", batch, seq)
+    for name in PROBLEM.outputs:
+        out = getattr(results, name)
+        check = check_output(
+            name, out, getattr(eager, name), getattr(exact, name), case.max_atol, case.max_rtol
+        )
+        assert check.suite_pass, check
+        if name.endswith("norm_weight"):
+            assert out.dtype == F32
+            assert check.error <= 1e-5, check
+        assert check.project_pass, check
+
+
+def make(kind, batch, seq, config=PROBLEM.config):
+    return realistic(batch, seq, config) if kind == "realistic" else PROBLEM.make_inputs(kind, batch, seq, 0, config)
+
+
+@pytest.mark.parametrize("kind", ["suite", "realistic", "outliers", "correlated"])
+@pytest.mark.parametrize("batch, seq", SIZES)
+def test_both_pass_rules(batch, seq, kind):
+    inputs = make(kind, batch, seq)
+    results, _ = run(inputs)
+    assert_both_rules_hold(inputs, results, batch, seq)
+
+
+@pytest.mark.parametrize(
+    "config, batch, seq",
+    [
+        (AttentionConfig(hidden=1152, heads=4, kv_heads=1, head_dim=256), 1, 70),
+        (AttentionConfig(hidden=3072, heads=24, kv_heads=8, head_dim=128), 2, 9),
+    ],
+)
+def test_other_layers(config, batch, seq):
+    inputs = make("realistic", batch, seq, config)
+    results, _ = run(inputs)
+    assert_both_rules_hold(inputs, results, batch, seq, config)
+
+
+@pytest.mark.parametrize("batch, seq", SIZES)
+def test_results_are_bit_identical_across_schedules(batch, seq):
+    inputs = make("outliers", batch, seq)
+    first, _ = run(inputs)
+    for schedule in ("random:1", "random:2", "random:3"):
+        other, _ = run(inputs, schedule)
+        for name, a, b in zip(QKVGradients._fields, first, other):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+def test_out_is_written_and_returned():
+    inputs = make("suite", 1, 1).tensors()
+    new = cute_gemma.qkv_backward(**inputs)
+    out = QKVGradients(*(torch.full_like(t, math.nan) for t in new))._replace(k_weight=None)
+    returned = cute_gemma.qkv_backward(**inputs, out=out)
+    for name, result, given, wanted in zip(QKVGradients._fields, returned, out, new):
+        assert result is given or given is None, name
+        assert torch.equal(result, wanted), name
+
+
+def test_rope_backward_and_qkv_backward_are_the_gradient_of_the_projection():
+    """From gradients of rotated q, k and of v to those of all inputs, against autograd through the float64 reference."""
+    config, batch, seq = AttentionConfig(hidden=136, heads=4, kv_heads=2, head_dim=128), 2, 21
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape, scale=1.0):
+        return (scale * torch.randn(shape, generator=generator)).bfloat16()
+
+    cos, sin = draw(batch, seq, 128), draw(batch, seq, 128)
+    leaves = {
+        "hidden_states": draw(batch, seq, 136),
+        "q_weight": draw(512, 136, scale=136**-0.5),
+        "k_weight": draw(256, 136, scale=136**-0.5),
+        "v_weight": draw(256, 136, scale=136**-0.5),
+        "q_norm_weight": draw(128, scale=0.3),
+        "k_norm_weight": draw(128, scale=0.3),
+    }
+    grads = [draw(batch, heads, seq, 128) for heads in (4, 2, 2)]
+    exact = {name: t.double().requires_grad_() for name, t in leaves.items()}
+    projected = reference.qkv_projection(
+        exact["hidden_states"], cos.double(), sin.double(), exact["q_weight"], exact["k_weight"], exact["v_weight"],
+        exact["q_norm_weight"], exact["k_norm_weight"], config,
+    )  # fmt: skip
+    torch.autograd.backward(projected, [grad.double().transpose(1, 2) for grad in grads])
+
+    saved = {}
+    for side, heads in (("q", 4), ("k", 2)):
+        rows = (leaves["hidden_states"].double() @ leaves[f"{side}_weight"].double().T).unflatten(-1, (heads, 128))
+        rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + config.eps)
+        saved[f"{side}_rstd"] = rstd.transpose(1, 2).float().contiguous()
+        saved[f"{side}_normed"] = (rows * rstd).transpose(1, 2).bfloat16().contiguous()
+    before = cute_gemma.rope_backward(grads[0], grads[1], cos, sin)
+    results = cute_gemma.qkv_backward(*before, grads[2], **leaves, **saved)
+    for name, out in results._asdict().items():
+        wanted = exact[name].grad
+        error = ((out.double() - wanted).norm() / wanted.norm()).item()
+        # bf16 roundings of the rotated gradients, of normed, of the projections' gradients and of the result.
+        assert error <= 4 * 2**-9, (name, error)
+
+
+def test_the_launched_binaries_neither_spill_nor_lack_tensor_cores():
+    plan = plan_qkv_backward(**make("suite", 1, 131).tensors())
+    assert [step.stage for step in plan.steps] == ["norm backward", "gradients"]
+    for step in plan.steps:
+        (report,) = jit.inspect(step.kernel, plan.target)
+        assert (report.stack_bytes, report.local_loads, report.local_stores) == (0, 0, 0)
+        assert (report.count("UTCHMMA") > 0) == (step.stage == "gradients")
+
+
+def test_the_second_launch_may_start_before_the_first_has_finished():
+    plan = plan_qkv_backward(**make("suite", 1, 1).tensors())
+    first, second = (plan.capture(step)[0] for step in plan.steps)
+    assert second.programmatic and not first.programmatic
+
+
+def test_traffic_at_4096_rows():
+    inputs = make("suite", 1, 4096)
+    results, reports = run(inputs, "eager")
+    assert_both_rules_hold(inputs, results, 1, 4096)
+    tensors = (*inputs.tensors().values(), *results)
+    least = sum(t.numel() * t.element_size() for t in tensors)
+    sectors = sum(report.sectors_read + report.sectors_written for report in reports)
+    raw = sum(report.tma_load_bytes + report.tma_store_bytes for report in reports)
+    assert 32 * sectors <= 1.6 * least
+    assert raw <= 5 * least
