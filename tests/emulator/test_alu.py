@@ -1,5 +1,7 @@
 """Every family of arithmetic instructions against NumPy, element by element and bit by bit where the ISA is exact."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -471,13 +473,23 @@ def test_half_arithmetic_rounds_once(name, kind):
     same_bits(pairs.view(np.uint16), np.tile(want, 2))
 
 
-def test_half_fma_rounds_once():
-    a = np.full(32, np.float16(1 + 2**-10))
-    b = np.full(32, np.float16(1 + 2**-10))
-    c = np.full(32, np.float16(2.0**-11 - 2.0**-20))
-    exact = a.astype(F64) * b.astype(F64) + c.astype(F64)      # exact in double
-    got = lanes("fma.rn.f16 {d}, {a}, {b}, {c};", *(v.view(np.uint16) for v in (a, b, c)), out=np.uint16)
-    same_bits(got.view(np.float16), exact.astype(np.float16))
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_half_fma_rounds_the_exact_value_to_nearest_even(kind):
+    g = rng(7)
+    a, b = (narrow(g.standard_normal(N).astype(F32), kind) for _ in range(2))
+    c = narrow((g.standard_normal(N) * np.exp2(g.integers(-14, 6, N))).astype(F32), kind)
+    ties = slice(0, 64)                      # 1 + half a unit, moved off the tie by a tiny addend
+    unit = 2.0**-10 if kind == "f16" else 2.0**-7
+    a[ties], b[ties] = narrow(np.full(64, 1 + unit), kind), narrow(np.full(64, 1 + 4 * unit), kind)
+    c[ties] = narrow(np.resize([unit / 2, -unit / 2, 2.0**-13, -(2.0**-13), unit / 2 - 4 * unit * unit], 64), kind)
+    got = lanes(f"fma.rn.{kind} {{d}}, {{a}}, {{b}}, {{c}};", a, b, c, out=np.uint16)
+    for bits, *sources in zip(got, *(widen(v, kind) for v in (a, b, c))):
+        x, y, z = (Fraction(float(v)) for v in sources)
+        exact = x * y + z
+        near = [Fraction(float(v)) for v in widen(np.array([bits - 1, bits, bits + 1], np.uint16), kind)]
+        distance = [abs(v - exact) for v in near]
+        assert distance[1] <= min(distance), (sources, bits)
+        assert distance[1] < min(distance[0], distance[2]) or bits % 2 == 0, "a tie goes to even"
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])

@@ -43,10 +43,65 @@ static f64 fma_half(f64 a, f64 b, f64 c) { return add(a * b, c, 0); }
 static f64 ex2(f64 a, f64 b, f64 c) { (void)b; (void)c; return exp2(a); }
 static f64 tanh_half(f64 a, f64 b, f64 c) { (void)b; (void)c; return tanh(a); }
 
-Status op_ADD_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 2, add); }
-Status op_SUB_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 2, sub); }
-Status op_MUL_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 2, mul); }
-Status op_FMA_HALF(Warp *w, const Op *op, u32 mask) { return half_op(w, op, mask, 3, fma_half); }
+// ---------------------------------------------------------------- the plain forms, 32 lanes at a time
+// sum + error to f32, to odd: a rounding to fewer bits after it is that of the exact value.
+static inline f32 odd_f32(f64 sum, f64 error) {
+  const f32 f = (f32)sum;
+  const f64 rest = (sum - (f64)f) + error;
+  const u32 v = bits_f32(f), step = (rest > 0) == (sum > 0) ? 1u : ~0u;
+  return (v & 0x7fffffff) < 0x7f800000 && rest != 0 && !(v & 1) ? f32_bits(v + step) : f;
+}
+
+static inline f32 widen_f16(u32 h) {
+  const u32 magnitude = (h & 0x7fff) << 13;      // exponent 112 too small; a product brings subnormals right too
+  const u32 v = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bits_f32(f32_bits(magnitude) * 0x1p112f);
+  return f32_bits(v | (h & 0x8000) << 16);
+}
+
+static inline u32 round_bf16(f32 x) {
+  const u32 v = bits_f32(x);
+  return (v & 0x7fffffff) > 0x7f800000 ? 0x7fff : (v + 0x7fff + (v >> 16 & 1)) >> 16;
+}
+
+static inline u32 round_f16(f32 x) { _Float16 h = (_Float16)x; u16 v; memcpy(&v, &h, 2); return x == x ? v : 0x7fff; }
+
+// out |= a * b + c, of half k of each lane.
+static inline void fma_halves(u32 *out, const u32 *a, const u32 *b, const u32 *c, int k, int bf16) {
+  ALIGNED_ROW f32 y[LANES];
+  LANE_LOOP {
+    const u32 p = a[l] >> 16 * k & 0xffff, q = b[l] >> 16 * k & 0xffff, r = c[l] >> 16 * k & 0xffff;
+    const f64 product = bf16 ? (f64)f32_bits(p << 16) * (f64)f32_bits(q << 16) : (f64)widen_f16(p) * (f64)widen_f16(q);
+    const f64 addend = bf16 ? f32_bits(r << 16) : widen_f16(r);
+    const f64 sum = product + addend, bb = sum - product;
+    y[l] = odd_f32(sum, (product - (sum - bb)) + (addend - bb));
+  }
+  if (bf16) LANE_LOOP out[l] |= round_bf16(y[l]) << 16 * k;
+  else for (int l = 0; l < LANES; l++) out[l] |= round_f16(y[l]) << 16 * k;
+}
+
+// kind: 0 add, 1 sub, 2 mul, 3 fma. An addition multiplies by one and a product adds a zero of its own sign.
+static Status half_arithmetic(Warp *w, const Op *op, u32 mask, int kind) {
+  static const Scalar slow[4] = {add, sub, mul, fma_half};
+  const u32 flags = op->sub;
+  if (flags & ~(u32)(FM_BF16 | FM_X2)) return half_op(w, op, mask, kind == 3 ? 3 : 2, slow[kind]);
+  REFS;
+  const u32 one = flags & FM_BF16 ? 0x3f803f80 : 0x3c003c00;
+  const u32 *pa = ROW(u32, 1), *pb = ROW(u32, 2), *pc = kind == 3 ? ROW(u32, 3) : pb;
+  ALIGNED_ROW u32 out[LANES] = {0}, factor[LANES], addend[LANES];
+  LANE_LOOP {
+    factor[l] = kind < 2 ? one : pb[l];
+    addend[l] = kind == 0 ? pb[l] : kind == 1 ? pb[l] ^ 0x80008000 : kind == 2 ? (pa[l] ^ pb[l]) & 0x80008000 : pc[l];
+  }
+  for (int k = 0; k < (flags & FM_X2 ? 2 : 1); k++) {
+    if (flags & FM_BF16) fma_halves(out, pa, factor, addend, k, 1); else fma_halves(out, pa, factor, addend, k, 0);
+  }
+  write32(ROW(u32, 0), out, mask);
+  return ST_NEXT;
+}
+Status op_ADD_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, op, mask, 0); }
+Status op_SUB_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, op, mask, 1); }
+Status op_MUL_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, op, mask, 2); }
+Status op_FMA_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, op, mask, 3); }
 
 // PTX ISA: ex2.approx.ftz.bf16 has a relative error of 2^-7, ex2.approx.f16 of 2^-9.9; tanh.approx an absolute one of
 // 2^-8 (bf16) and 2^-10.987 (f16). Rounding the exact value stays well within; the edge is a step of one unit away.
