@@ -11,6 +11,7 @@ from cute_gemma.config import AttentionConfig
 from cute_gemma.emulator import Options
 from cute_gemma.functional_backward import plan_qkv_backward
 from cute_gemma.jit import UnsupportedTargetError
+from cute_gemma.kernels.sm100.qkv_proj import QKVProjection
 from cute_gemma.workloads import case_for, check_output, workload
 
 B, S, C, H, KV, D = 2, 5, 64, 4, 2, 128
@@ -257,44 +258,59 @@ def test_out_is_written_and_returned():
         assert torch.equal(result, wanted), name
 
 
-def test_rope_backward_and_qkv_backward_are_the_gradient_of_the_projection():
-    """From gradients of rotated q, k and of v to those of all inputs, against autograd through the float64 reference."""
-    config, batch, seq = AttentionConfig(hidden=136, heads=4, kv_heads=2, head_dim=128), 2, 21
+@pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 128), (2, 1, 256)])
+def test_the_projection_kernel_and_the_backward_form_a_pair(heads, kv_heads, dim):
+    """Forward with what it saves, RoPE undone, backward: against autograd through the float64 reference."""
+    batch, seq, hidden = 2, 21, 136
+    config = AttentionConfig(hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=dim)
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape, scale=1.0):
         return (scale * torch.randn(shape, generator=generator)).bfloat16()
 
-    cos, sin = draw(batch, seq, 128), draw(batch, seq, 128)
-    leaves = {
-        "hidden_states": draw(batch, seq, 136),
-        "q_weight": draw(512, 136, scale=136**-0.5),
-        "k_weight": draw(256, 136, scale=136**-0.5),
-        "v_weight": draw(256, 136, scale=136**-0.5),
-        "q_norm_weight": draw(128, scale=0.3),
-        "k_norm_weight": draw(128, scale=0.3),
+    def place(*shape, dtype=BF16):
+        return torch.full(shape, math.nan, dtype=dtype)
+
+    cos, sin = draw(batch, seq, dim), draw(batch, seq, dim)
+    inputs = {
+        "hidden_states": draw(batch, seq, hidden),
+        "q_weight": draw(heads * dim, hidden, scale=hidden**-0.5),
+        "k_weight": draw(kv_heads * dim, hidden, scale=hidden**-0.5),
+        "v_weight": draw(kv_heads * dim, hidden, scale=hidden**-0.5),
+        "q_norm_weight": draw(dim, scale=0.3),
+        "k_norm_weight": draw(dim, scale=0.3),
     }
-    grads = [draw(batch, heads, seq, 128) for heads in (4, 2, 2)]
-    exact = {name: t.double().requires_grad_() for name, t in leaves.items()}
+    sides = (heads, kv_heads, kv_heads)
+    grads = [draw(batch, h, seq, dim) for h in sides]
+    exact = {name: t.double().requires_grad_() for name, t in inputs.items()}
+    hidden_states, *weights, q_norm, k_norm = exact.values()
     projected = reference.qkv_projection(
-        exact["hidden_states"], cos.double(), sin.double(), exact["q_weight"], exact["k_weight"], exact["v_weight"],
-        exact["q_norm_weight"], exact["k_norm_weight"], config,
-    )  # fmt: skip
+        hidden_states, cos.double(), sin.double(), *weights, q_norm, k_norm, config
+    )
     torch.autograd.backward(projected, [grad.double().transpose(1, 2) for grad in grads])
 
-    saved = {}
-    for side, heads in (("q", 4), ("k", 2)):
-        rows = (leaves["hidden_states"].double() @ leaves[f"{side}_weight"].double().T).unflatten(-1, (heads, 128))
-        rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + config.eps)
-        saved[f"{side}_rstd"] = rstd.transpose(1, 2).float().contiguous()
-        saved[f"{side}_normed"] = (rows * rstd).transpose(1, 2).bfloat16().contiguous()
+    rows = batch * seq
+    outputs = [place(rows, h * dim) for h in sides]
+    saved = {f"{side}_normed": place(batch, h, seq, dim) for side, h in zip("qk", sides)}
+    saved |= {f"{side}_rstd": place(batch, h, seq, 1, dtype=F32) for side, h in zip("qk", sides)}
+    kernel = QKVProjection(hidden, heads, kv_heads, dim, config.eps, save_for_backward=True)
+    flat = [t.view(rows, -1) for t in (inputs["hidden_states"], cos, sin)]
+    jit.launch(
+        kernel, flat[0], *list(inputs.values())[1:4], *flat[1:], *outputs,
+        inputs["q_norm_weight"], inputs["k_norm_weight"], *saved.values(), target="sm_100a",
+    )  # fmt: skip
+    for out, wanted in zip(outputs, projected):
+        assert relative_error(out, wanted.flatten(0, 1).flatten(1)) <= 4 * 2**-9
+
     before = cute_gemma.rope_backward(grads[0], grads[1], cos, sin)
-    results = cute_gemma.qkv_backward(*before, grads[2], **leaves, **saved)
+    results = cute_gemma.qkv_backward(*before, grads[2], **inputs, **saved)
     for name, out in results._asdict().items():
-        wanted = exact[name].grad
-        error = ((out.double() - wanted).norm() / wanted.norm()).item()
         # bf16 roundings of the rotated gradients, of normed, of the projections' gradients and of the result.
-        assert error <= 4 * 2**-9, (name, error)
+        assert relative_error(out, exact[name].grad) <= 4 * 2**-9, name
+
+
+def relative_error(out, exact):
+    return ((out.double() - exact).norm() / exact.norm()).item()
 
 
 def test_the_launched_binaries_neither_spill_nor_lack_tensor_cores():
