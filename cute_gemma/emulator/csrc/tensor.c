@@ -1,6 +1,6 @@
 // Tensor memory and the fifth-generation tensor core: allocation, loads and stores, matrix products, commits.
 #include "hazard.h"
-#include "mma.h"
+#include "operand.h"
 #include <stdlib.h>
 #include <string.h>
 
@@ -289,28 +289,6 @@ static const char *layout_of(uint64_t desc, int mn_major, uint32_t element, Layo
 static Cta *pair_cta(Cta *cta, uint32_t odd) { return &cta->cluster->ctas[(cta->rank & ~1u) | odd]; }
 
 // ---------------------------------------------------------------- tcgen05.mma: checks at issue
-static int check_operand(Cta *cta, const Layout *l, uint32_t rows, uint32_t depth, const char *name, const Agent *x) {
-  const uint32_t per = 16 / l->element, end = cta->launch->smem_end;
-  for (uint32_t k = 0; k < depth; k += l->mn_major ? 1 : per)
-    for (uint32_t r = 0; r < rows; r += l->mn_major ? per : 1) {
-      uint32_t at = layout_chunk(l, r, k);
-      if (at < SMEM_RESERVED || at + 16 > end) {
-        fault(x->warp, x->op, FAULT_MEMORY, "operand %s reaches shared memory offset 0x%x, outside 0x%x..0x%x", name, at, SMEM_RESERVED, end);
-        return 0;
-      }
-      if (!cta->smem_shadow) continue;
-      Shadow *s = &cta->smem_shadow[at / GRANULE];
-      if (!shadow_touch(cta, s, ALL16, 0, x)) return 0;
-      if (s->tag && s->tag != l->swizzle + 1 && s->tag <= 4) {
-        static const char *const MODE[] = {"no", "a 32-byte", "a 64-byte", "a 128-byte"};
-        fault(x->warp, x->op, FAULT_DESCRIPTOR, "operand %s is read with %s swizzle at shared memory offset 0x%x, where the copy at PTX line "
-              "%u wrote with %s swizzle", name, MODE[l->swizzle], at, s->wline, MODE[s->tag - 1]);
-        return 0;
-      }
-    }
-  return 1;
-}
-
 // Lanes that the product's rows take in each quarter, as sixteenths; PTX ISA, "Data path layout".
 static uint32_t quarter_mask(const Shape *s) { return s->rows == 64 && !s->pair ? 0xffu : ALL16; }
 static uint32_t d_columns(const Shape *s) { return s->pair && s->rows == 64 ? s->n / 2 : s->n; }
@@ -344,8 +322,8 @@ static Status check_mma(Async *a, const Shape *s) {
   x.async = x.fifo = 1;
   for (uint32_t i = 0; i <= s->pair; i++) {
     Cta *cta = s->pair ? pair_cta(w->cta, i) : w->cta;
-    if (!a->mma.a_tmem && !check_operand(cta, &la, s->rows, s->depth, "A", &x)) return ST_FAULT;
-    if (!check_operand(cta, &lb, s->pair ? s->n / 2 : s->n, s->depth, "B", &x)) return ST_FAULT;
+    if (!a->mma.a_tmem && !operand_check(cta, &la, s->rows, s->depth, "A", &x)) return ST_FAULT;
+    if (!operand_check(cta, &lb, s->pair ? s->n / 2 : s->n, s->depth, "B", &x)) return ST_FAULT;
     if (a->mma.a_tmem) {
       uint32_t column = (uint32_t)a->mma.a & 0xffff;
       if (!tmem_check(w, a->op, cta, column, 8, "tcgen05.mma (operand A)")) return ST_FAULT;
@@ -511,10 +489,13 @@ static void multiply(Async *const *step, uint32_t steps) {
   a->warp->launch->result->mma_flops += 2ull * s.m * s.n * depth;
 }
 
+// The last commits of a CTA may complete after its threads have left: at its own barriers nobody can tell, and kernels
+// in use end that way. An arrival at another CTA that has left is an error.
 static Status run_commit(Async *a) {
   Status s = ST_NEXT;
   for (uint32_t r = 0; r < a->warp->launch->cluster_size && s == ST_NEXT; r++)
-    if (a->arrive.multicast >> r & 1) s = mbar_arrive(a->warp, a->op, &a->cta->cluster->ctas[r], a->arrive.offset, 1, 0, a->clock, 0);
+    if (a->arrive.multicast >> r & 1 && !(r == a->cta->rank && a->cta->exited))
+      s = mbar_arrive(a->warp, a->op, &a->cta->cluster->ctas[r], a->arrive.offset, 1, 0, a->clock, 0);
   return s;
 }
 
