@@ -43,10 +43,7 @@ def lower_cvt(ins: ptx.Instruction, b: Builder) -> None:
         return _int_to_int(ins, b, to, source, words)
     d, s = operands(ins, b, 2)
     if to in _INTS and source in _BITS and source != "tf32":
-        bits = _INTS[to]
-        value = b.src(s, _BITS[source])
-        target = b.dst(d, bits, signed=to[0] == "s")
-        b.emit("CVT_FLOAT_INT", target, value, sub=sub, imm=_FORMATS[source], imm2=_destination(b, d, to))
+        _float_to_int(b, d, s, to, source, sub)
     elif to in _BITS and source in _INTS:
         _int_to_float(b, d, s, to, source, sub)
     elif to in _BITS and source in _BITS and source != "tf32":
@@ -55,11 +52,12 @@ def lower_cvt(ins: ptx.Instruction, b: Builder) -> None:
         raise b.unsupported(f"types .{to}.{source}")
 
 
-def _destination(b: Builder, d, to: str) -> int:
-    """Type code of a float-to-integer result; narrow ones clamp to their range and are then held in wider registers."""
-    if to[0] == "s" and _INTS[to] < b.width(d) <= 32 and _INTS[to] < 32:
-        raise b.unsupported(f".{to} into a {b.width(d)}-bit register")
-    return _type_code(to)
+def _float_to_int(b: Builder, d, s, to: str, source: str, sub: int) -> None:
+    value = b.src(s, _BITS[source])
+    target = b.dst(d, _INTS[to], signed=to[0] == "s")
+    b.emit("CVT_FLOAT_INT", target, value, sub=sub, imm=_FORMATS[source], imm2=_type_code(to))
+    if to[0] == "s" and b.width(d) == 16:      # a negative result fills its row; a 16-bit register's upper half is zero
+        b.emit("TRUNC_16", target, target)
 
 
 def _int_to_float(b: Builder, d, s, to: str, source: str, sub: int) -> None:
