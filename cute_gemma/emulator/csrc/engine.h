@@ -71,7 +71,7 @@ typedef struct {
 } NamedBarrier;
 
 // ---------------------------------------------------------------- a warp, a CTA, a cluster
-typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM } WaitKind;
+typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM, WAIT_WGMMA } WaitKind;
 
 typedef struct {                    // what a split waits for
   WaitKind kind; uint8_t woken;
@@ -96,6 +96,7 @@ typedef struct {                    // Warp.engine
   // a wait that failed, to put the warp to sleep when it comes straight back to it
   const Op *failed; uint32_t failed_mask; uint64_t failed_serial, serial;
   Async *tmem_ld;                   // queued tcgen05.ld, newest first
+  Async *wgmma_head, *wgmma_tail; uint32_t wgmma_queued; uint8_t wgmma_fenced;
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
   Groups bulk, cp, wgmma, ld, st;
   uint32_t maxnreg;
@@ -161,6 +162,7 @@ struct Async {
     struct { Cta *cta; uint32_t offset, count; int32_t tx; uint32_t multicast, drop; } arrive;
     struct { uint64_t a, b; uint32_t d, idesc, a_tmem, accumulate, pair, scale, disable[8]; } mma;
     struct { uint32_t address, done; } tmem;
+    struct { uint64_t a, b; uint32_t accumulate, group; } wgmma;
   };
 };
 
@@ -234,4 +236,9 @@ Status exec_tc_ld(Warp *, const Op *, uint32_t), exec_tc_st(Warp *, const Op *, 
 Status exec_tc_wait(Warp *, const Op *, uint32_t), exec_tc_fence(Warp *, const Op *, uint32_t);
 Status tmem_loads_arrive(Warp *w);
 Status run_tensor(Async *a);
+
+// wgmma.c
+Status wgmma_arrive(Warp *w);
+Status exec_wgmma(Warp *, const Op *, uint32_t), exec_wgmma_fence(Warp *, const Op *, uint32_t);
+Status exec_wgmma_commit(Warp *, const Op *, uint32_t), exec_wgmma_wait(Warp *, const Op *, uint32_t);
 #endif

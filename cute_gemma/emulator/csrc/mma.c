@@ -15,6 +15,7 @@ static inline uint32_t swizzled(uint32_t at, uint32_t mode) {
 // the MN-major form swaps the roles of the two offsets.
 uint32_t layout_chunk(const Layout *l, uint32_t row, uint32_t k) {
   uint32_t width = 16u << l->swizzle, at;
+  row += l->first;
   if (!l->mn_major) {
     uint32_t kb = k * l->element;
     at = row % 8 * width + row / 8 * l->stride + (l->swizzle ? kb : kb / 16 * l->leading + kb % 16);
@@ -149,4 +150,44 @@ void panel_product(float *d, uint32_t ld, const float *a, uint32_t m_total, cons
   }
   for (; i < m; i += 16)
     for (uint32_t j = 0; j < n; j++) block_16x1(d + (size_t)j * ld + i, a + i, m_total, b + (size_t)j * b_n, b_k, k, accumulate);
+}
+
+typedef float Q __attribute__((vector_size(16), aligned(4)));
+#define SPREAD(q) __builtin_shufflevector(q, q, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3)
+
+// Sixteen columns (fewer than that: eight) of the slice. b: per k, eight columns as four even ones, then four odd ones.
+static inline void fragment_block(float *const *d, const float *a, const float *b, uint32_t n, uint32_t k, int accumulate, uint32_t groups) {
+  V c[2][4][2];
+  for (uint32_t g = 0; g < groups; g++)
+    for (int r = 0; r < 4; r++)
+      for (int h = 0; h < 2; h++) c[g][r][h] = accumulate ? LOAD(d[4 * g + r] + 16 * h) : (V){0};
+  for (uint32_t s = 0; s < k; s++) {
+    V x[2][2];
+    for (int i = 0; i < 4; i++) x[i / 2][i % 2] = LOAD(a + 64 * s + 16 * i);
+    for (uint32_t g = 0; g < groups; g++)
+      for (int odd = 0; odd < 2; odd++) {
+        Q q = *(const Q *)(b + (size_t)s * n + 8 * g + 4 * odd);
+        V y = SPREAD(q);
+        for (int half = 0; half < 2; half++)
+          for (int h = 0; h < 2; h++) c[g][2 * half + odd][h] += x[half][h] * y;
+      }
+  }
+  for (uint32_t g = 0; g < groups; g++)
+    for (int r = 0; r < 4; r++)
+      for (int h = 0; h < 2; h++) STORE(d[4 * g + r] + 16 * h, c[g][r][h]);
+}
+
+void fragment_product(float *const *d, const float *a, const float *b, uint32_t n, uint32_t k, int accumulate) {
+  static _Thread_local float rows[64 * 64], columns[64 * 256];
+  for (uint32_t s = 0; s < k; s++) {
+    for (uint32_t l = 0; l < 64; l++) rows[64 * s + l] = a[16 * s + l % 32 / 4 + l / 32 * 8];
+    for (uint32_t j = 0; j < n; j += 8)
+      for (uint32_t q = 0; q < 4; q++) {
+        columns[(size_t)s * n + j + q] = b[(size_t)s * n + j + 2 * q];
+        columns[(size_t)s * n + j + 4 + q] = b[(size_t)s * n + j + 2 * q + 1];
+      }
+  }
+  uint32_t j = 0;
+  for (; j + 16 <= n; j += 16) fragment_block(d + j / 2, rows, columns + j, n, k, accumulate, 2);
+  if (j < n) fragment_block(d + j / 2, rows, columns + j, n, k, accumulate, 1);
 }

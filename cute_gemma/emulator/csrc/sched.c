@@ -60,7 +60,7 @@ void wake(Cluster *c, const Cta *cta, WaitKind kind, const void *what, uint32_t 
       WarpState *s = state(w);
       for (int k = 0; k < w->nsplit; k++) {
         if (w->split[k].wait != (uint32_t)kind || !w->split[k].mask) continue;
-        if (kind == WAIT_MBAR ? (const void *)s->wait[k].mbar != what : kind == WAIT_NAMED && s->wait[k].id != id) continue;
+        if (kind == WAIT_MBAR ? (const void *)s->wait[k].mbar != what : (kind == WAIT_NAMED || kind == WAIT_WGMMA) && s->wait[k].id != id) continue;
         s->wait[k].woken = 1;
         interp_wake(w, k);
         make_ready(c, w);
@@ -179,11 +179,12 @@ static const Exec EXEC[] = {
     exec_mbar_wait, exec_bar, exec_bar_cluster, exec_tma_load, exec_tma_store, exec_bulk_copy, exec_bulk_commit,
     exec_bulk_wait, exec_cp_async, exec_cp_commit, exec_cp_wait, exec_cp_arrive, exec_tc_alloc, exec_tc_dealloc,
     exec_tc_relinquish, exec_tc_mma, exec_tc_commit, exec_tc_cp, exec_tc_ld, exec_tc_st, exec_tc_wait, exec_tc_fence,
+    NULL, exec_wgmma, exec_wgmma_fence, exec_wgmma_commit, exec_wgmma_wait,
 };
 
 Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
   uint32_t index = op->code - OP_ENGINE_FIRST - 1u;
-  if (index >= sizeof EXEC / sizeof *EXEC)
+  if (index >= sizeof EXEC / sizeof *EXEC || !EXEC[index])
     return fault(w, op, FAULT_UNSUPPORTED, "the engine does not implement operation %u", op->code);
   state(w)->serial++;
   return EXEC[index](w, op, mask);
@@ -192,7 +193,11 @@ Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
 Status engine_pending(Warp *w, const Op *op, uint32_t mask) {
   WarpState *s = state(w);
   if (!s->npending) return ST_NEXT;
-  if (!w->launch->hazards) return tmem_loads_arrive(w);      // as the hardware's scoreboard has it
+  if (op->code == OP_WGMMA) return ST_NEXT;    // they run in order, and may share registers
+  if (!w->launch->hazards) {                   // as the hardware's scoreboard has it
+    if (s->wgmma_head && wgmma_arrive(w) == ST_FAULT) return ST_FAULT;
+    return tmem_loads_arrive(w);
+  }
   const int32_t *refs = w->launch->program->refs + op->args;
   uint32_t slots = w->launch->program->reg_bytes / SLOT;
   for (uint32_t i = 0; i < op->nargs; i++) {
@@ -416,6 +421,8 @@ static void describe_wait(const Warp *w, const Waiting *s, char *out, size_t siz
     snprintf(out, size, "barrier %u: %u of %u threads have arrived", s->id, b->arrived, b->expected);
   } else if (s->kind == WAIT_CLUSTER) {
     snprintf(out, size, "barrier.cluster.wait: %u of %u warps have arrived", w->cta->cluster->arrived, w->cta->cluster->nwarps);
+  } else if (s->kind == WAIT_WGMMA) {
+    snprintf(out, size, "wgmma.wait_group: other warps of warpgroup %u have not issued the operations", s->id);
   } else {
     snprintf(out, size, "tcgen05.alloc: %u TMEM columns are in use", w->cta->tmem_in_use);
   }
