@@ -43,8 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launches in order. output: what the caller gets, a tensor or a tuple of them. workspace: the memory behind
-    all that lies between."""
+    """Launches in order. output: what the caller gets, one tensor or more. workspace: what lies between."""
 
     target: str
     steps: tuple[Step, ...]

@@ -289,7 +289,7 @@ def _backward_reference(inputs: BackwardInputs, config: AttentionConfig) -> refe
     return reference.qkv_backward(**inputs.tensors())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
     """One problem: its configuration, input sets by kind and name, and reference.
 
