@@ -8,7 +8,9 @@
 // ---------------------------------------------------------------- tensor maps
 // Layout of the 128 bytes as the DSL's host code packs them (found by probing it; CUtensorMap is opaque): bytes 0-7 address;
 // 8-11 flags, [6:4] rank-1, [10:7] type, [12:11] interleave, [14:13] swizzle; 12-27 strides/16, 28-31 their bits 35:32, four
-// each; 32-51 sizes-1; 52-54 element strides-1, three bits each; 55-59 box sizes-1.
+// each; 32-51 sizes-1; 52-54 element strides-1, three bits each; 55-59 box sizes-1. Flags 18 (always set) and 21 (set for large
+// strides and for 8-byte elements) change nothing that is visible here; others never occurred.
+#define KNOWN_FLAGS 0x00247fffu
 static const uint8_t ELEMENT_SIZE[16] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2};
 
 static uint32_t read32(const uint8_t *p) {
@@ -26,6 +28,7 @@ static const char *decode(const uint8_t *raw, TensorMap *m) {
   m->size = ELEMENT_SIZE[m->dtype];
   m->swizzle = flags >> 13 & 3;
   if ((flags & 15) != 2) return "is not a tiled tensor map (was the address of one passed?)";
+  if (flags & ~KNOWN_FLAGS) return "has flags that are not understood";
   if (flags >> 11 & 3) return "has an interleaved layout, which is not implemented";
   if (m->rank > 5) return "has more than five dimensions";
   if (!m->size) return "has an element type that is not implemented";
