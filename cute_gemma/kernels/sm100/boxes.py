@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import BFloat16, Int32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 BOX_ROWS = 32
 BOX_COLUMNS = 64

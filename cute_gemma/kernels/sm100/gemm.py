@@ -42,7 +42,6 @@ import cutlass.utils.blackwell_helpers as sm100
 from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
-from cutlass.utils import LayoutEnum
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common import bf16
