@@ -19,9 +19,10 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 LOG2_E = math.log2(math.e)
 
 # tanh(x) ~ x * (c0 + c1 x^2 + ...) on |x| <= range: minimax of the absolute error, by Lawson's reweighted least squares
-# (tests/kernels/test_softcap.py repeats the fits). Both err by 3.3e-5 at most: at a cap of 50, 0.16% of a weight, below
-# what rounding the weight to bf16 may cost (2^-9 = 0.2%).
-TANH_ERROR = 3.3e-5
+# (tests/kernels/test_softcap.py repeats the fits). TANH_ERROR bounds the error of both: at a cap of 50, 0.16% of a weight,
+# below what rounding the weight to bf16 may cost (2^-9 = 0.2%). Both polynomials increase everywhere, so that a weight
+# tells whether its score was in range.
+TANH_ERROR = 3.2e-5
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,13 @@ class TanhFit:
     range: float
     coefficients: tuple[float, ...]
 
+    def __call__(self, x: float) -> float:
+        return sum(c * x ** (2 * k + 1) for k, c in enumerate(self.coefficients))
+
 
 TANH_FITS = (
     TanhFit(0.65, (0.999681938, -0.327005676, 0.100918613)),
-    TanhFit(1.0, (0.999693762, -0.328891962, 0.115413693, -0.0246540118)),
+    TanhFit(1.3, (0.999764768, -0.330229939, 0.121556102, -0.0343934088, 0.00490874178)),
 )
 
 # 2^f ~ e0 + e1 f + e2 f^2 + e3 f^3 on |f| <= 1/2: minimax of the relative error by the same method. EXP2_ERROR is its
@@ -66,6 +70,17 @@ class Softcap:
         smallest = min(abs(a) for a in self.coefficients(fit))
         return fit.range * self.cap / self.scale if smallest > 2.0**-126 else 0.0
 
+    def exponent_limit(self, fit: TanhFit) -> float:
+        """Base-2 exponent that the fit reaches at the end of its range."""
+        return LOG2_E * self.cap * fit(fit.range)
+
+    def score_limit_on_fma(self, fit: TanhFit) -> float:
+        """Largest |s| that `exp2_capped_on_fma` may see: its exponent, right or wrong, stays within the normal range."""
+        x = 0.0
+        while LOG2_E * self.cap * fit(x + 0.01) < EXP2_EXPONENT_LIMIT:
+            x += 0.01
+        return x * self.cap / self.scale
+
     def coefficients(self, fit: TanhFit) -> tuple[float, ...]:
         """a_k with log2e * cap * tanh(s * scale / cap) ~ s * (a0 + a1 s^2 + a2 s^4 + ...)."""
         x = self.scale / self.cap
@@ -93,7 +108,7 @@ def exp2_capped(s: Pair, softcap: Softcap, fit: TanhFit, bias: Pair | None = Non
 def exp2_capped_on_fma(s: Pair, softcap: Softcap, fit: TanhFit) -> Pair:
     """2^(capped logit) without MUFU: polynomial tanh, Cody-Waite split y = n + f, cubic for 2^f.
 
-    Needs log2e * cap < EXP2_EXPONENT_LIMIT. The product y = s * slope is never rounded: both its uses are FMAs.
+    Needs |s| <= `score_limit_on_fma`. The product y = s * slope is never rounded: both its uses are FMAs.
     """
     magic = (Float32(ROUND_MAGIC),) * 2
     slope = _poly(cute.arch.mul_packed_f32x2(s, s), softcap.coefficients(fit))

@@ -20,7 +20,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100_utils
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
@@ -28,16 +28,14 @@ from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL
 from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP
 from cute_gemma.kernels.sm100 import attention_softmax as softmax
+from cute_gemma.kernels.sm100.attention_mma import GROUPS, load_role, mma_role, tiled_mmas
 from cute_gemma.kernels.sm100.mask_scan import mask_arguments, mask_entries
 from cute_gemma.kernels.sm100.tmem import fence_after_sync
 
 # MMA tile: M = 128 rows fill the 128 TMEM lanes, so that a softmax thread owns a whole row.
 TILE = 128
-TMEM_COLUMNS = 512  # PTX ISA, tcgen05.alloc: columns of an SM's tensor memory
-MMA_K = 16  # bf16 elements of K in one tcgen05.mma
 WARP = 32
 WARPGROUP = 128
-GROUPS = 2
 ALIGN = 1024  # bytes the 128-byte swizzle repeats after
 # Registers a thread. A kernel of 384 threads starts with 168 (65536 / 384, in eights); two warpgroups at 208 and one at
 # 88 take as many.
@@ -52,12 +50,15 @@ class AttentionTuning:
 
     query_tiles: 128-row query tiles a CTA owns, 1 or 2.
     kv_stages: 32 KB stages of keys and values in flight.
-    fma_exp2_pairs: of the 64 pairs of weights a thread computes a tile, how many take the FMA pipe for 2^x.
+    fma_exp2_pairs: of the 64 pairs of weights a thread computes a tile, how many take the FMA pipe for 2^x where scores
+        are small.
+    mufu_tanh_pairs: how many take the MUFU pipe for tanh where scores are larger, for the sake of fewer instructions.
     """
 
     query_tiles: int = 2
     kv_stages: int = 4
     fma_exp2_pairs: int = 8
+    mufu_tanh_pairs: int = 16
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,11 @@ class Attention:
         return 2
 
     @property
+    def tmem_columns(self) -> int:
+        """All of an SM's tensor memory (PTX ISA, tcgen05.alloc): a CTA has the SM for itself."""
+        return 512
+
+    @property
     def o_columns(self) -> int:
         """Columns of O a warpgroup writes."""
         return self.head_dim * self.tuning.query_tiles // GROUPS
@@ -180,7 +186,7 @@ class Attention:
 
     def launch(self, q, k, v, out, mask, stream):
         """TMA descriptors, grid and launch. mask: None, or (mask, row maxima, tile classes)."""
-        qk_mma, pv_mma = self._mmas()
+        qk_mma, pv_mma = tiled_mmas(self.head_dim)
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE), cpasync.CopyBulkTensorTileS2GOp()
         cluster = (1, 1, 1, 1)
@@ -203,19 +209,9 @@ class Attention:
         """(M, N, K) of q k^T, and of the part of P v that one stage of values takes part in."""
         return (TILE, TILE, self.head_dim), (TILE, self.head_dim, TILE // self.kv_parts)
 
-    def _mmas(self):
-        """Tiled MMAs of S = q k^T (both K-major) and O = P v (P from TMEM, v as it lies: N-major)."""
-        k_major, one = OperandMajorMode.K, tcgen05.CtaGroup.ONE
-        qk = sm100_utils.make_trivial_tiled_mma(BFloat16, BFloat16, k_major, k_major, Float32, one, (TILE, TILE))
-        pv = sm100_utils.make_trivial_tiled_mma(
-            BFloat16, BFloat16, k_major, OperandMajorMode.MN, Float32, one, (TILE, self.head_dim),
-            tcgen05.OperandSource.TMEM,
-        )  # fmt: skip
-        return qk, pv
-
     def _smem_layouts(self):
         """q (MMA, M, K, query tile), k and v (MMA, N, K, stage), and out, staged by warp: (32, columns, warp)."""
-        qk_mma, pv_mma = self._mmas()
+        qk_mma, pv_mma = tiled_mmas(self.head_dim)
         qk_tile, pv_tile = self._mma_tiles()
         stages = self.tuning.kv_stages
         part = (TILE, TILE, self.head_dim // self.kv_parts)
@@ -268,16 +264,16 @@ class Attention:
                 cpasync.prefetch_descriptor(atom)
             self._init_barriers(bars)
         if warp == self.mma_warp:
-            cute.arch.alloc_tmem(TMEM_COLUMNS, storage.tmem)
+            cute.arch.alloc_tmem(self.tmem_columns, storage.tmem)
             cute.arch.relinquish_tmem_alloc_permit()
         cute.arch.sync_threads()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem)
         if warp >= self.mma_warp:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == self.load_warp:
-                self._load(bars, smem, atoms, tensors, self._work(mask, s))
+                load_role(self, bars, smem, atoms, tensors, self._work(mask, s))
             if warp == self.mma_warp:
-                self._mma(bars, smem, tmem, self._work(mask, s))
+                mma_role(self, bars, smem, tmem, self._work(mask, s))
         else:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             self._softmax(bars, smem[3], scratch, tmem, (atoms[3], tensors[3]), mask, self._work(mask, s))
@@ -312,224 +308,60 @@ class Attention:
             classes = cute.make_tensor(mask[2].iterator + base, cute.make_layout((tiles, tiles), stride=(tiles, 1)))
         return Work(tile, head, batch, s, tiles, classes)
 
-    def _ends(self, work):
-        """For each query tile of the CTA, the key tiles it reads from the first on; 0 beyond the sequence."""
-        ends = []
-        for i in range(self.tuning.query_tiles):
-            tile = work.tile + i
-            end = tile + 1 if self.mask == "causal" else work.tiles
-            ends.append(cutlass.select_(tile < work.tiles, end, Int32(0)))
-        return ends
-
     @cute.jit
-    def _walk(self, visit, state, work):
-        """Calls state = visit(state, j, kinds) for each key tile j that some query tile of the CTA reads, in order.
-        kinds: the mask class of the tile for each query tile; ALL_MASKED where it does not read it."""
+    def walk(self, visit, state, work, only=None):
+        """Calls state = visit(state, j, kind_of) for each key tile j that some query tile of the CTA reads, or that query
+        tile `only` of it does; last first: a causal diagonal, which is slow but gives sums for softmax to go by, comes
+        at the start. kind_of(i): the mask class of the tile for query tile i of the CTA, ALL_MASKED where that does not
+        read it."""
         if cutlass.const_expr(self.mask == "tensor"):
-            for block in cutlass.range(cute.ceil_div(work.tiles, SCAN_BLOCK), unroll=1):
-                mine, bits = self._scan(work, block)
+            blocks = cute.ceil_div(work.tiles, SCAN_BLOCK)
+            for i in cutlass.range(blocks, unroll=1):
+                block = blocks - 1 - i
+                classes, bits = self._scan(work, block, only)
                 while bits != 0:
-                    lane = cute.arch.popc((bits & -bits) - 1)
-                    bits = bits & (bits - 1)
-                    kinds = [cute.arch.shuffle_sync(k, lane) for k in mine]
-                    state = visit(state, block * SCAN_BLOCK + lane, kinds)
+                    lane = 31 - Int32(cute.arch.clz(bits))
+                    bits = bits ^ (1 << lane)
+                    state = visit(state, block * SCAN_BLOCK + lane, partial(_class_of, classes, lane))
         else:
-            ends = self._ends(work)
-            for j in cutlass.range(_largest(ends), unroll=1):
-                kinds = []
-                for i, end in enumerate(ends):
-                    inside = Int32(ALL_ZERO)
-                    if cutlass.const_expr(self.mask == "causal"):
-                        inside = cutlass.select_(j == work.tile + i, Int32(DIAGONAL), inside)
-                    kinds.append(cutlass.select_(j < end, inside, Int32(ALL_MASKED)))
-                state = visit(state, j, kinds)
+            end = work.tiles
+            last = work.tile + (self.tuning.query_tiles - 1 if only is None else only)
+            if cutlass.const_expr(self.mask == "causal"):
+                end = cutlass.min(end, last + 1)
+            if cutlass.const_expr(only is not None):
+                end = cutlass.select_(last < work.tiles, end, Int32(0))
+            for i in cutlass.range(end, unroll=1):
+                j = end - 1 - i
+                state = visit(state, j, partial(self._class_by_position, work, j, only is not None))
         return state
 
-    def _scan(self, work, block):
-        """Classes of 32 key tiles, one a lane, for each query tile; and a bit for each key tile some of them reads."""
+    def _class_by_position(self, work, j, read, i):
+        """`read`: known to be read by query tile i."""
+        tile = work.tile + i
+        kind = Int32(ALL_ZERO)
+        if self.mask == "causal":
+            kind = cutlass.select_(j == tile, Int32(DIAGONAL), kind)
+        if read:
+            return kind
+        reads = Boolean(tile < work.tiles)
+        if self.mask == "causal":
+            reads = reads & Boolean(j <= tile)
+        return cutlass.select_(reads, kind, Int32(ALL_MASKED))
+
+    def _scan(self, work, block, only):
+        """Classes of 32 key tiles, one a lane, for each query tile (or for `only`); and a bit for each key tile that some
+        of them reads."""
         j = block * SCAN_BLOCK + cute.arch.lane_idx()
-        mine = []
+        classes = []
         reads = Boolean(False)
-        for i in range(self.tuning.query_tiles):
+        for i in range(self.tuning.query_tiles) if only is None else [only]:
             tile = work.tile + i
             known = Boolean(j < work.tiles) & Boolean(tile < work.tiles)
             kind = work.classes[cutlass.min(tile, work.tiles - 1), cutlass.min(j, work.tiles - 1)].to(Int32)
-            mine.append(cutlass.select_(known, kind, Int32(ALL_MASKED)))
-            reads = reads | Boolean(mine[i] != ALL_MASKED)
-        return mine, Int32(cute.arch.vote_ballot_sync(reads))
-
-    def _next(self, slot, phase):
-        """The ring's next stage and its parity."""
-        wrap = slot == self.tuning.kv_stages - 1
-        return cutlass.select_(wrap, Int32(0), slot + 1), phase ^ Int32(wrap)
-
-    # ---- load warp ---------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def _load(self, bars, smem, atoms, tensors, work):
-        """q tiles once; then for each key tile the keys and, `lag` tiles later, the values: the MMA warp's order."""
-        qk_mma, pv_mma = self._mmas()
-        d, parts = self.head_dim, self.kv_parts
-        kv = (work.head // (self.heads // self.kv_heads), work.batch)
-        # (128, D, tile), (128, D / parts, tile, part), (D, 128 / parts, tile * parts + part)
-        gQ = cute.local_tile(tensors[0][None, None, (work.head, work.batch)], (TILE, d), (None, 0))
-        gK = cute.local_tile(tensors[1][None, None, kv], (TILE, d // parts), (None, None))
-        gV = cute.local_tile(tensors[2][None, None, kv], (d, TILE // parts), (0, None))
-        tQsQ, tQgQ = _tma_parts(atoms[0], smem[0], qk_mma.get_slice(0).partition_A(gQ))
-        tKsK, tKgK = _tma_parts(atoms[1], smem[1], qk_mma.get_slice(0).partition_B(gK))
-        tVsV, tVgV = _tma_parts(atoms[2], smem[2], pv_mma.get_slice(0).partition_B(gV))
-        cute.arch.griddepcontrol_wait()
-        for i in cutlass.range_constexpr(self.tuning.query_tiles):
-            if work.tile + i < work.tiles:
-                _load_box(atoms[0], tQgQ[None, work.tile + i], tQsQ[None, i], bars.q_full + i, TILE * d)
-
-        sources = ((atoms[1], tKgK, tKsK), (atoms[2], tVgV, tVsV))
-        visit = partial(self._load_visit, bars, sources)
-        state = self._walk(visit, (Int32(0), Int32(1), Int32(0), Int32(0), Int32(0)), work)
-        slot, phase, count, before, last = state
-        ring = (slot, phase)
-        if cutlass.const_expr(self.lag == 2):
-            if count > 1:
-                ring = self._load_values(bars, sources, ring, before)
-        if count > 0:
-            ring = self._load_values(bars, sources, ring, last)
-        cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def _load_visit(self, bars, sources, state, j, kinds):
-        """state: stage, its parity, tiles visited, and the last two of them."""
-        slot, phase, count, before, last = state
-        ring = (slot, phase)
-        if count >= self.lag:
-            ring = self._load_values(bars, sources, ring, last if self.lag == 1 else before)
-        for p in cutlass.range_constexpr(self.kv_parts):
-            ring = self._load_part(bars, sources[0], ring, (None, j, p))
-        return ring[0], ring[1], count + 1, last, j
-
-    def _load_values(self, bars, sources, ring, j):
-        for p in range(self.kv_parts):
-            ring = self._load_part(bars, sources[1], ring, (None, j * self.kv_parts + p))
-        return ring
-
-    def _load_part(self, bars, source, ring, index):
-        """A tile or part of one into the ring's next stage, once that is free."""
-        atom, gmem, smem = source
-        slot, phase = ring
-        cute.arch.mbarrier_wait(bars.kv_empty + slot, phase)
-        _load_box(atom, gmem[index], smem[None, slot], bars.kv_full + slot, TILE * self.head_dim // self.kv_parts)
-        return self._next(slot, phase)
-
-    # ---- MMA warp ----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def _mma(self, bars, smem, tmem, work):
-        """All products of the CTA. They execute in order, so S_g(j) may overwrite P_g once P_g v has been issued."""
-        if cutlass.const_expr(self.tuning.query_tiles == 2):
-            visit = partial(self._mma_visit_two, bars, smem, tmem)
-            start = (Int32(0),) * 6
-            state = self._walk(visit, start, work)
-            slot, phase, pending, counts = state[0], state[1], (state[2], state[3]), (state[4], state[5])
-            for g in cutlass.range_constexpr(GROUPS):
-                if pending[g] != 0:
-                    self._accumulate(bars, smem, tmem, (slot, phase), Int32(g), counts[g] - 1, False)
-                if counts[g] > 0:
-                    _commit(bars.o_full + g)
-        else:
-            visit = partial(self._mma_visit_one, bars, smem, tmem)
-            slot, phase, count = self._walk(visit, (Int32(0),) * 3, work)
-            ring = (slot, phase)
-            if count > 1:
-                ring = self._accumulate(bars, smem, tmem, ring, count & 1, count - 2, True)
-            if count > 0:
-                ring = self._accumulate(bars, smem, tmem, ring, (count - 1) & 1, count - 1, True)
-                _commit(bars.o_full)
-        cute.arch.mbarrier_wait(bars.done, 0)
-        cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
-
-    @cute.jit
-    def _mma_visit_two(self, bars, smem, tmem, state, j, kinds):
-        """For each query tile g: O_g += P_g v of the tile before, then S_g = q_g k^T of this one.
-        state: stage and parity; for each g, whether P_g of the last tile waits for its values; scores issued."""
-        slot, phase = state[0], state[1]
-        pending, counts = [state[2], state[3]], [state[4], state[5]]
-        v_ring, k_ring = (slot, phase), (slot, phase)
-        if counts[0] + counts[1] > 0:
-            k_ring = self._next(slot, phase)
-        for g in cutlass.range_constexpr(GROUPS):
-            if pending[g] != 0:
-                self._accumulate(bars, smem, tmem, v_ring, Int32(g), counts[g] - 1, False)
-            pending[g] = Int32(kinds[g] != ALL_MASKED)
-            if pending[g] != 0:
-                if counts[g] == 0:
-                    cute.arch.mbarrier_wait(bars.q_full + g, 0)
-                self._scores(bars, smem, tmem, k_ring, g, Int32(g), False)
-                counts[g] = counts[g] + 1
-        if state[4] + state[5] > 0:
-            _commit(bars.kv_empty + v_ring[0])
-        _commit(bars.kv_empty + k_ring[0])
-        slot, phase = self._next(*k_ring)
-        return slot, phase, pending[0], pending[1], counts[0], counts[1]
-
-    @cute.jit
-    def _mma_visit_one(self, bars, smem, tmem, state, j, kinds):
-        """O += P_g v of the tile before last, whose P_g lies where S_g = q k^T of this one goes; g alternates."""
-        slot, phase, count = state
-        ring = (slot, phase)
-        if count == 0:
-            cute.arch.mbarrier_wait(bars.q_full, 0)
-        if count >= GROUPS:
-            ring = self._accumulate(bars, smem, tmem, ring, count & 1, count - GROUPS, True)
-        ring = self._scores(bars, smem, tmem, ring, 0, count & 1, True)
-        return ring[0], ring[1], count + 1
-
-    def _scores(self, bars, smem, tmem, ring, q_tile, g, release):
-        """S_g = q k^T from the ring's next stages."""
-        mma = self._mmas()[0]
-        accumulator = _accumulator(mma, (TILE, TILE), tmem + self.s_column(g))
-        tQ, tK = mma.make_fragment_A(smem[0]), mma.make_fragment_B(smem[1])
-        steps = self.head_dim // self.kv_parts // MMA_K
-        for p in range(self.kv_parts):
-            slot, phase = ring
-            cute.arch.mbarrier_wait(bars.kv_full + slot, phase)
-            for i in range(steps):
-                mma.set(tcgen05.Field.ACCUMULATE, p + i > 0)
-                a, b = tQ[None, None, p * steps + i, q_tile], tK[None, None, i, slot]
-                cute.gemm(mma, accumulator, a, b, accumulator)
-            if release:
-                _commit(bars.kv_empty + slot)
-            ring = self._next(slot, phase)
-        _commit(bars.s_full + g)
-        return ring
-
-    def _accumulate(self, bars, smem, tmem, ring, g, index, release):
-        """O += P_g v from the ring's next stages; `index`: how many products the query tile has had before."""
-        mma = self._mmas()[1]
-        column = self.o_column(g if self.tuning.query_tiles == 2 else 0)
-        accumulator = _accumulator(mma, (TILE, self.head_dim), tmem + column)
-        tP, tV = self._p_operand(mma, tmem + self.s_column(g)), mma.make_fragment_B(smem[2])
-        parity = index & 1 if self.tuning.query_tiles == 2 else (index >> 1) & 1
-        p_steps = TILE // MMA_K // self.p_parts
-        v_steps = TILE // MMA_K // self.kv_parts
-        for i in range(TILE // MMA_K):
-            slot, phase = ring
-            if i % v_steps == 0:
-                cute.arch.mbarrier_wait(bars.kv_full + slot, phase)
-            if i % p_steps == 0:
-                cute.arch.mbarrier_wait(bars.p_full + g * self.p_parts + i // p_steps, parity)
-                fence_after_sync()
-            mma.set(tcgen05.Field.ACCUMULATE, index > 0 if i == 0 else True)
-            cute.gemm(mma, accumulator, tP[None, None, i], tV[None, None, i % v_steps, slot], accumulator)
-            if (i + 1) % v_steps == 0:
-                if release:
-                    _commit(bars.kv_empty + slot)
-                ring = self._next(slot, phase)
-        return ring
-
-    def _p_operand(self, mma, pointer):
-        """P as A operand in TMEM: two bf16 a column."""
-        layout = sm100_utils.make_smem_layout_a(mma, (TILE, self.head_dim, TILE), BFloat16, 1)
-        fragment = mma.make_fragment_A(cute.make_tensor(pointer, layout.outer))[None, None, None, 0]
-        return cute.make_tensor(cute.recast_ptr(pointer, dtype=BFloat16), fragment.layout)
+            kind = cutlass.select_(known, kind, Int32(ALL_MASKED))
+            classes.append(kind)
+            reads = reads | Boolean(kind != ALL_MASKED)
+        return classes, Int32(cute.arch.vote_ballot_sync(reads))
 
     # ---- softmax warpgroups ------------------------------------------------------------------------------------------
 
@@ -561,8 +393,9 @@ class Attention:
             p_full=bars.p_full + group * self.p_parts,
         )
         zero = Float32(0.0)
-        state = (Int32(0), Float32(-Float32.inf), zero, zero)
-        count, _, sum0, sum1 = self._walk(partial(self._softmax_visit, rows, source), state, work)
+        state = (Int32(0), Int32(softmax.TOP_LEVEL), Float32(-Float32.inf), zero, zero)
+        mine = group if self.tuning.query_tiles == 2 else Int32(0)
+        count, _, _, sum0, sum1 = self.walk(partial(self._softmax_visit, rows, source, mine), state, work, mine)
         total = sum0 + sum1
         column, o_full = Int32(0), bars.o_full
         if cutlass.const_expr(self.tuning.query_tiles == 2):
@@ -576,28 +409,28 @@ class Attention:
         if tile < work.tiles:
             coordinate = (column, work.head, work.batch)
             softmax.write_output(self, rows, sO, out, coordinate, o_full, total, count > 0)
-        softmax.arrive(bars.done)
+        softmax.arrive(rows, bars.done)
 
     @cute.jit
-    def _softmax_visit(self, rows, source, state, j, kinds):
-        """state: tiles done (by the query tile), running maximum and the two partial sums of the row."""
-        count, maximum, sum0, sum1 = state
+    def _softmax_visit(self, rows, source, mine, state, j, kind_of):
+        """state: tiles done by the query tile; level, running maximum and the two partial sums of the row."""
+        count, *row = state
         if cutlass.const_expr(self.tuning.query_tiles == 2):
-            kind = cutlass.select_(rows.group == 0, kinds[0], kinds[1])
-            mine, index = kind != ALL_MASKED, count
+            row = self._softmax_tile(rows, source, j, kind_of(mine), count, count > 0, row)
         else:
-            kind = kinds[0]
-            mine, index = (count & 1) == rows.group, count >> 1
-        if mine:
-            cute.arch.mbarrier_wait(rows.s_full, index & 1)
-            fence_after_sync()
-            if cutlass.const_expr(self.fixed_shift):
-                sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source, (sum0, sum1))
-            else:
-                row = (maximum, sum0, sum1)
-                maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, count > 0, row)
-        count = count + (Int32(mine) if self.tuning.query_tiles == 2 else 1)
-        return count, maximum, sum0, sum1
+            if (count & 1) == rows.group:
+                row = self._softmax_tile(rows, source, j, kind_of(mine), count >> 1, count > 0, row)
+        return count + 1, row[0], row[1], row[2], row[3]
+
+    def _softmax_tile(self, rows, source, j, kind, index, started, row):
+        level, maximum, sum0, sum1 = row
+        cute.arch.mbarrier_wait(rows.s_full, index & 1)
+        fence_after_sync()
+        if self.fixed_shift:
+            level, sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source, (level, sum0, sum1))
+        else:
+            maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, started, (maximum, sum0, sum1))
+        return level, maximum, sum0, sum1
 
     @cute.jit
     def _mask_source(self, mask, scratch, row, warp, work):
@@ -660,32 +493,6 @@ def _reorder(t, order):
     return cute.make_tensor(t.iterator, layout)
 
 
-def _tma_parts(atom, smem, gmem):
-    """Shared and global tensors cut for one TMA atom: ((box), stage), ((box), tile, ...)."""
-    return cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 3), cute.group_modes(gmem, 0, 3)
-    )
-
-
-def _load_box(atom, source, target, barrier, elements):
-    """TMA load that completes on `barrier`; rows beyond the sequence arrive as zeros and count as bytes too."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, elements * BFloat16.width // 8)
-    cute.copy(atom, source, target, tma_bar_ptr=barrier)
-
-
-def _commit(barrier):
-    """Arrive once all MMAs issued so far are complete."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)
-
-
-def _accumulator(mma, shape, pointer):
-    return cute.make_tensor(pointer, mma.make_fragment_C(mma.partition_shape_C(shape)).layout)
-
-
-def _largest(values):
-    n = values[0]
-    for x in values[1:]:
-        n = cutlass.max(n, x)
-    return n
+def _class_of(classes, lane, i):
+    """The class that lane `lane` holds for query tile i of the CTA, or for the only one scanned."""
+    return cute.arch.shuffle_sync(classes[i if len(classes) > 1 else 0], lane)

@@ -11,7 +11,6 @@ keys.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -29,6 +28,14 @@ WARP = 32
 # Scores of a row handled at once outside the unrolled path.
 CHUNK = 32
 CHUNKS = TILE // CHUNK
+# A weight this far below its row's sum, as a power of 2, is lost in it, even a million times over.
+NEGLIGIBLE = 30
+# A polynomial is of use where it reaches this base-2 exponent within its range: then ordinary sums of weights, from 2^-10
+# to 2^40, say that scores were in range.
+LEAST_EXPONENT = NEGLIGIBLE + 10
+# What a tile's sum stays below the limit, as a power of 2, for the next tile to count as in range: retries are dear.
+MARGIN = 4
+TOP_LEVEL = len(sc.TANH_FITS)
 P_COLUMNS = TILE // 2  # two bf16 weights a TMEM column
 # A warp's 32 mask rows of a chunk in shared memory: the odd pitch spreads a column over all 32 banks.
 BIAS_PITCH = CHUNK + 1
@@ -99,10 +106,11 @@ def _pairs(values) -> list:
     return [(values[i], values[i + 1]) for i in range(0, cute.size(values), 2)]
 
 
-def arrive(barrier):
-    """One arrive for the warp, after all its lanes' work."""
+@cute.jit
+def arrive(rows, barrier):
+    """One arrive for the warp, after all its lanes' tcgen05 operations."""
     fence_before_sync()
-    with cute.arch.elect_one():
+    if rows.lane == 0:
         cute.arch.mbarrier_arrive(barrier)
 
 
@@ -110,72 +118,122 @@ def arrive(barrier):
 
 
 @cute.jit
-def capped_tile(kernel, rows: Rows, j, kind, bias_source, total):
-    """Weights of key tile j under a fixed shift; `kind` is its mask class. Returns the row's two partial sums."""
+def capped_tile(kernel, rows: Rows, j, kind, bias_source, state):
+    """Weights of key tile j under a fixed shift; `kind` is its mask class. state: the warp's level and the row's two
+    partial sums.
+
+    The level says how tanh is computed: 0 and 1 by polynomials for narrow and wider ranges, 2 on the MUFU pipe. Whether
+    the scores were in range shows in the weights' sums, so next to nothing is spent on looking at the scores: what was
+    not in range is done again at level 2, and the next tile starts at the level that these sums ask for.
+    """
+    level, sum0, sum1 = state
+    done, part0, part1, look = Int32(0), Float32(0.0), Float32(0.0), Boolean(True)
     if Boolean(kind == ALL_ZERO) & rows.plain & Boolean((j + 1) * TILE <= rows.s):
-        scores = tmem_load(rows, rows.scores, TILE)
-        largest = reduce3(abs_max3, _values(scores), Float32(0.0))
-        softcap = sc.Softcap(kernel.scale, kernel.softcap)
-        first, second = sc.TANH_FITS
-        if cute.arch.vote_all_sync(largest <= softcap.score_limit(first)):
-            total = _capped_unrolled(kernel, rows, scores, first, kernel.tuning.fma_exp2_pairs, total)
+        if level == 0:
+            done, part0, part1 = _by_polynomial(kernel, rows, 0)
+            look = Boolean(done < CHUNKS)
         else:
-            if cute.arch.vote_all_sync(largest <= softcap.score_limit(second)):
-                total = _capped_unrolled(kernel, rows, scores, second, 0, total)
-            else:
-                total = _capped_chunks(kernel, rows, total)
+            if level == 1:
+                done, part0, part1 = _by_polynomial(kernel, rows, 1)
+        if done < CHUNKS:
+            part0, part1 = _wide_chunks(kernel, rows, done, (part0, part1))
     else:
-        total = _capped_biased(kernel, rows, j, kind, bias_source, total)
-    return total
+        part0, part1 = _capped_biased(kernel, rows, j, kind, bias_source)
+    sum0, sum1 = cute.arch.add_packed_f32x2((sum0, sum1), (part0, part1))
+    if look:
+        level = _level_for(kernel, part0 + part1, sum0 + sum1)
+    return level, sum0, sum1
 
 
-def _capped_unrolled(kernel, rows, scores, fit, on_fma, total):
-    """All 128 scores in registers, tanh by polynomial, `on_fma` of the 64 pairs' exponentials on the FMA pipe."""
+def _level_for(kernel, tile_sum, row_sum):
+    """The lowest level whose polynomial would have been good for the warp's scores in this tile.
+
+    The polynomial increases, so a sum below its value at the end of the range says that no score was beyond. A score
+    beyond the other end has a weight below 2^-limit whichever way tanh is computed, and that is lost in the row's sum
+    once that is 2^NEGLIGIBLE times as large; the row's sum only grows.
+    """
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
-
-    def weights(i, s):
-        # Evenly spread, so that MUFU and FMA work overlap.
-        if (i + 1) * on_fma // (TILE // 2) > i * on_fma // (TILE // 2):
-            return sc.exp2_capped_on_fma(s, softcap, fit)
-        return sc.exp2_capped(s, softcap, fit)
-
-    return _hand_over(kernel, rows, scores, weights, total)
-
-
-def _hand_over(kernel, rows, scores, weights, total):
-    """P = weights(pair, scores of the pair) for the whole row, part by part to TMEM and to the MMA warp; adds to the
-    row's sums."""
-    pairs = _pairs(scores)
-    per_part = len(pairs) // kernel.p_parts
-    for part in range(kernel.p_parts):
-        packed = []
-        for i in range(part * per_part, (part + 1) * per_part):
-            p = weights(i, pairs[i])
-            total = cute.arch.add_packed_f32x2(total, p)
-            packed.append(pack_bf16(*p))
-        tmem_store(rows, packed, rows.scores + part * per_part, Int32)
-        cute.arch.fence_view_async_tmem_store()
-        arrive(rows.p_full + part)
-    return total
+    level = Int32(TOP_LEVEL)
+    for i in reversed(range(len(sc.TANH_FITS))):
+        limit = softcap.exponent_limit(sc.TANH_FITS[i])
+        if limit >= LEAST_EXPONENT:
+            good = Boolean(tile_sum <= 2.0 ** (limit - MARGIN)) & Boolean(row_sum >= 2.0 ** (NEGLIGIBLE - limit))
+            level = cutlass.select_(cute.arch.vote_all_sync(good), Int32(i), level)
+    return level
 
 
 @cute.jit
-def _capped_chunks(kernel, rows, total):
-    """Scores near the cap: tanh on the MUFU pipe, 32 scores at a time."""
+def _by_polynomial(kernel, rows, level: cutlass.Constexpr):
+    """P by polynomial tanh from 128 scores in registers, handed over part by part while in range. Returns how many
+    chunks of P that was, and their two partial sums."""
+    limit = 2.0 ** sc.Softcap(kernel.scale, kernel.softcap).exponent_limit(sc.TANH_FITS[level])
+    pairs = _pairs(tmem_load(rows, rows.scores, TILE))
+    done, sum0, sum1 = Int32(0), Float32(0.0), Float32(0.0)
+    first, packed, fine = _polynomial_part(kernel, pairs, level, 0)
+    if cute.arch.vote_all_sync(fine & Boolean(first[0] + first[1] <= limit)):
+        _store_part(kernel, rows, packed, 0)
+        done, sum0, sum1 = Int32(CHUNKS // 2), first[0], first[1]
+        second, packed, fine = _polynomial_part(kernel, pairs, level, 1)
+        if cute.arch.vote_all_sync(fine & Boolean(second[0] + second[1] <= limit)):
+            _store_part(kernel, rows, packed, 1)
+            done = Int32(CHUNKS)
+            sum0, sum1 = cute.arch.add_packed_f32x2((sum0, sum1), second)
+    return done, sum0, sum1
+
+
+def _polynomial_part(kernel, pairs, level, part):
+    """Half a row's weights: their two partial sums, the weights as packed bf16, and whether all exponentials taken on
+    the FMA pipe were within its range."""
+    softcap, fit = sc.Softcap(kernel.scale, kernel.softcap), sc.TANH_FITS[level]
+    half = len(pairs) // 2
+    total, packed, on_fma = None, [], []
+    for i in range(part * half, (part + 1) * half):
+        if level == 0 and _is_picked(i, kernel.tuning.fma_exp2_pairs):
+            p = sc.exp2_capped_on_fma(pairs[i], softcap, fit)
+            on_fma += pairs[i]
+        elif level == 1 and _is_picked(i, kernel.tuning.mufu_tanh_pairs):
+            p = sc.exp2_capped_wide(pairs[i], softcap)
+        else:
+            p = sc.exp2_capped(pairs[i], softcap, fit)
+        total = p if total is None else cute.arch.add_packed_f32x2(total, p)
+        packed.append(pack_bf16(*p))
+    fine = Boolean(True)
+    if on_fma:
+        fine = Boolean(reduce3(abs_max3, on_fma, Float32(0.0)) <= softcap.score_limit_on_fma(fit))
+    return total, packed, fine
+
+
+def _is_picked(i: int, share: int) -> bool:
+    """Whether pair i of a row's 64 is among `share` evenly spread ones: spread, so that the pipes work side by side."""
+    return (i + 1) * share // P_COLUMNS > i * share // P_COLUMNS
+
+
+def _store_part(kernel, rows, packed, part):
+    """A part of P to TMEM, and word of it to the MMA warp."""
+    tmem_store(rows, packed, rows.scores + part * len(packed), Int32)
+    cute.arch.fence_view_async_tmem_store()
+    arrive(rows, rows.p_full + part)
+
+
+@cute.jit
+def _wide_chunks(kernel, rows, first, sums):
+    """P of the chunks from `first` on, tanh on the MUFU pipe, for any score. Returns the two partial sums."""
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
-    for chunk in cutlass.range(CHUNKS, unroll=1):
+    for chunk in cutlass.range(first, CHUNKS, unroll=1):
         scores = tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK)
-        total = _finish_chunk(rows, chunk, [sc.exp2_capped_wide(s, softcap) for s in _pairs(scores)], total, False)
-    _arrive_all(kernel, rows)
-    return total
+        sums = _finish_chunk(rows, chunk, [sc.exp2_capped_wide(s, softcap) for s in _pairs(scores)], sums, False)
+        if chunk % 2 == 1:
+            arrive(rows, rows.p_full + chunk // 2)
+    return sums
 
 
 @cute.jit
-def _capped_biased(kernel, rows, j, kind, bias_source, total):
+def _capped_biased(kernel, rows, j, kind, bias_source):
     """A tile with masked entries, a mask to read, or a shift: 32 scores at a time, each with its bias."""
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
     fit = sc.TANH_FITS[-1]
     limit, last = key_limits(kernel, rows, j, kind)
+    total = (Float32(0.0), Float32(0.0))
     for chunk in cutlass.range(CHUNKS, unroll=1):
         if chunk * CHUNK <= last:
             scores = tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK)
@@ -207,7 +265,7 @@ def _finish_chunk(rows, chunk, weights, total, sum_rounded):
 
 def _arrive_all(kernel, rows):
     for part in range(kernel.p_parts):
-        arrive(rows.p_full + part)
+        arrive(rows, rows.p_full + part)
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -302,13 +360,22 @@ def online_tile(kernel, rows: Rows, j, kind, bias_source, started, state):
             _rescale_output(kernel, rows, factor)
     # A row that has met masked keys alone: its weights are 2^-inf whatever is subtracted.
     subtracted = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
-    total = _hand_over(kernel, rows, scores, partial(_exp2_shifted, slope, subtracted), (sum0, sum1))
+    total, pairs = (sum0, sum1), _pairs(scores)
+    for part in cutlass.range_constexpr(kernel.p_parts):
+        total, packed = _shifted_part(pairs, part, (slope, slope), (-subtracted, -subtracted), total)
+        _store_part(kernel, rows, packed, part)
     return maximum, total[0], total[1]
 
 
-def _exp2_shifted(slope, subtracted, _, s):
-    y = cute.arch.fma_packed_f32x2(s, (slope, slope), (-subtracted, -subtracted))
-    return sc.exp2(y[0]), sc.exp2(y[1])
+def _shifted_part(pairs, part, slope, minus_maximum, total):
+    """Half a row's weights 2^(s * slope - maximum) as packed bf16, and the sums with them."""
+    half, packed = len(pairs) // 2, []
+    for s in pairs[part * half : (part + 1) * half]:
+        y = cute.arch.fma_packed_f32x2(s, slope, minus_maximum)
+        p = (sc.exp2(y[0]), sc.exp2(y[1]))
+        total = cute.arch.add_packed_f32x2(total, p)
+        packed.append(pack_bf16(*p))
+    return total, packed
 
 
 @cute.jit
