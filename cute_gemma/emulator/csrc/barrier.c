@@ -322,6 +322,16 @@ static void cluster_complete(Cluster *c) {
   wake(c, NULL, WAIT_CLUSTER, NULL, 0);
 }
 
+// What a warp did before it releases comes before what others do once they have acquired: its arrivals at other CTAs'
+// barriers are no longer under way.
+static Status deliver_arrivals(Warp *w) {
+  for (Async *a = cluster_of(w)->queue_head, *next; a; a = next) {
+    next = a->next;
+    if (a->kind == A_ARRIVE && a->warp == w && async_run(a) == ST_FAULT) return ST_FAULT;
+  }
+  return ST_NEXT;
+}
+
 // sub bit 0: wait, else arrive; bit 1: relaxed arrive.
 Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
@@ -333,7 +343,10 @@ Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
     s->cluster_arrived = 1;
     s->cluster_generation = c->generation;
     if (op->sub & 2) clock_release_relaxed(w, c->cluster_cur);
-    else clock_release(w, c->cluster_cur);
+    else {
+      if (deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
+      clock_release(w, c->cluster_cur);
+    }
     if (++c->arrived == c->live_warps) cluster_complete(c);
     return ST_NEXT;
   }
