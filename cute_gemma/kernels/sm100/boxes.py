@@ -32,6 +32,10 @@ def box_layout(count: int):
 def box_tma(op, tensor):
     """(atom, coordinate tensor) that moves single boxes of a row-major (M, N) bf16 tensor."""
     layout = cute.select(box_layout(1), mode=[0, 1])
+    # With dynamic extents: a static one of up to a box would give box coordinates stride 0, so that the boxes beyond
+    # the tensor, which TMA clips, would fall on the first one.
+    extents = tuple(Int32(extent) for extent in tensor.shape)
+    tensor = cute.make_tensor(tensor.iterator, cute.make_layout(extents, stride=tensor.stride))
     info = cpasync.make_tiled_tma_atom(op, tensor, layout, (BOX_ROWS, BOX_COLUMNS))
     return info[0], info[1]
 
