@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit status, and what it says of misuse."""
 
 import json
+import re
 
 import pytest
 
@@ -155,3 +156,14 @@ def test_an_error_exits_with_1_and_one_line(capsys, arguments, message):
 def test_traceback_shows_where_an_error_comes_from():
     with pytest.raises(ValueError, match="workload: got '048'"):
         main(["run", "048", "--traceback"])
+
+
+def test_inspect_counts_traffic_against_the_minimum(capsys):
+    assert main(["inspect", "051", "--batch", "1", "--seq", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "norm backward" in out and "gradients" in out
+    ratios = re.search(r"global traffic: ([\d.]+) x that, TMA bytes: ([\d.]+) x", out)
+    # Nothing can be read or written less than once.
+    assert float(ratios[1]) >= 1 and float(ratios[2]) >= 1
+    assert main(["inspect", "051", "--batch", "1", "--seq", "3", "--no-traffic"]) == 0
+    assert "global traffic" not in capsys.readouterr().out

@@ -178,7 +178,7 @@ def run(inputs, schedule="lazy"):
     """The results with NaN in all memory beforehand, and the reports of the launches."""
     plan = plan_qkv_backward(**inputs.tensors())
     plan.poison()
-    reports = [report for step in plan.steps for report in plan.launch(step, emulation=Options(schedule=schedule))]
+    reports = [report for launched in plan.run(Options(schedule=schedule)) for report in launched]
     return plan.output, reports
 
 

@@ -1,4 +1,4 @@
-"""`cute-gemma inspect`: what a workload's kernels cost, read from the cubins that are launched."""
+"""`cute-gemma inspect`: what a workload's kernels cost, read from the launched cubins and counted in emulation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from .common import add_common, positive, table
+from .traffic import describe_traffic
 
 if TYPE_CHECKING:
     from ..jit import KernelReport
@@ -26,6 +27,12 @@ def add_commands(commands: Any) -> None:
     inspect.add_argument("--seq", type=positive, default=128)
     inspect.add_argument(
         "--inputs", default="suite", help="input set, whose mask decides which kernels there are"
+    )
+    inspect.add_argument(
+        "--traffic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="emulate the launches and count the bytes they move (default: yes)",
     )
     inspect.set_defaults(action=inspect_workload)
 
@@ -62,6 +69,8 @@ def inspect_workload(options: argparse.Namespace) -> int:
         print(f"  {step.kernel}")
         for path in (report.ptx_path, report.cubin_path, report.sass_path):
             print(f"  {path}")
+    if options.traffic:
+        print(f"\n{describe_traffic(plan, inputs.tensors().values())}")
     return 1 if any(report.spills for _, report in reports) else 0
 
 
