@@ -1,0 +1,161 @@
+"""What the GEMMs of every architecture share: how operands are named, the TMA warp's loop, pieces of split tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64
+
+from cute_gemma.jit.signature import TensorArg
+
+WARP = 32
+SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, "Compute capabilities", 9.0 and 10.0
+ALIGNMENT = 1024  # of shared memory under a 128-byte swizzle: eight rows of 128 bytes
+BLOCK_K = 64  # elements of K a stage: the 128 bytes that a swizzled row holds
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory for split tiles: partials f32 [tuning.partial_floats], counters i32 [tuning.counters]."""
+
+    partials: Any
+    counters: Any
+
+
+@dataclass(frozen=True)
+class TmaTensor:
+    """A TMA copy atom and the coordinate tensor that goes with it."""
+
+    atom: Any
+    tensor: Any
+
+
+@dataclass(frozen=True)
+class TmaPartition:
+    """One operand seen by one CTA: shared memory by stage, global memory by tile and k block.
+
+    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone.
+    """
+
+    atom: Any
+    shared: Any
+    tiles: Any
+    mask: Any = None
+
+    def load(self, stage, barrier, *coordinates):
+        """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
+        cute.copy(
+            self.atom, self.tiles[(None, *coordinates)], self.shared[(None, stage)],
+            tma_bar_ptr=barrier, mcast_mask=self.mask)
+
+
+class GemmBase:
+    """Base of the architectures' GEMMs. A subclass has `tuning`, `stage_count`, and `loads`: see `produce`."""
+
+    tuning: Any
+    stage_count: int
+
+    def workspace_signature(self) -> tuple:
+        """The arguments that come last in a stream-K kernel's signature."""
+        if not self.tuning.stream_k:
+            return ()
+        return (
+            TensorArg("partials", "f32", (self.tuning.partial_floats,)),
+            TensorArg("counters", "i32", (self.tuning.counters,)),
+        )
+
+    @cute.jit
+    def produce(self, stages, loads, schedule, worker):
+        """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency wait.
+
+        loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit.
+        """
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
+        count = schedule.unit_count(worker)
+
+        first = schedule.unit(worker, Int32(0))
+        ahead = Int32(cutlass.min(first.k_end - first.k_begin, self.stage_count))
+        if count == 0:
+            ahead = Int32(0)
+        early = state.clone()
+        for k in cutlass.range(ahead, unroll=1):
+            stages.producer_acquire(early)
+            loads.early(first, first.k_begin + k, early.index, stages.producer_get_barrier(early))
+            early.advance()
+        cute.arch.griddepcontrol_wait()
+        for k in cutlass.range(ahead, unroll=1):
+            loads.late(first, first.k_begin + k, state.index, stages.producer_get_barrier(state))
+            state.advance()
+
+        for index in cutlass.range(count, unroll=1):
+            unit = schedule.unit(worker, index)
+            begin = Int32(unit.k_begin)
+            if index == 0:
+                begin += ahead
+            for k in cutlass.range(begin, unit.k_end, unroll=1):
+                stages.producer_acquire(state)
+                barrier = stages.producer_get_barrier(state)
+                loads.early(unit, k, state.index, barrier)
+                loads.late(unit, k, state.index, barrier)
+                state.advance()
+        cute.arch.griddepcontrol_launch_dependents()
+        stages.producer_tail(state)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of one split tile, as one warp exchanges them: its part of the tile, `words` fp32 values a thread.
+
+    warp: this warp's number among the `warps` of the workers that share an accumulator.
+    """
+
+    schedule: Any
+    workspace: Workspace
+    unit: Any
+    worker: Any
+    warp: Any
+    warps: cutlass.Constexpr[int]
+    words: cutlass.Constexpr[int]
+
+    def piece(self, worker):
+        """The calling thread's values in the piece of a worker, (4, words / 4): a warp touches 512 bytes at a time."""
+        slot = self.schedule.partial_slot(worker, self.unit.tile)
+        block = (slot * self.warps + self.warp) * Int64(WARP * self.words)
+        base = self.workspace.partials.iterator + block + cute.arch.lane_idx() * 4
+        layout = cute.make_layout((4, self.words // 4), stride=(1, 4 * WARP))
+        return cute.make_tensor(base.align(16), layout)
+
+    @property
+    def own(self):
+        """The piece of the calling worker."""
+        return self.piece(self.worker)
+
+    def atom(self):
+        """16 bytes a thread."""
+        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
+
+    def _counter(self):
+        return self.workspace.counters.iterator + self.unit.tile * self.warps + self.warp
+
+    @cute.jit
+    def deliver(self):
+        """Count the calling warp's piece, which it has written, in; True for the warp that completes the count."""
+        cute.arch.sync_warp()
+        arrived = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.fence_acq_rel_gpu()
+            arrived = cute.arch.atomic_add(self._counter(), Int32(1), sem="acq_rel", scope="gpu")
+            cute.arch.fence_acq_rel_gpu()
+        arrived = cute.arch.shuffle_sync(arrived, 0)
+        cute.arch.sync_warp()
+        return arrived == self.unit.pieces - 1
+
+    @cute.jit
+    def reset(self):
+        """Leave the count at zero for the next launch."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.store(self._counter(), Int32(0))

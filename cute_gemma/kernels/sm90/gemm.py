@@ -1,0 +1,391 @@
+"""The GEMM main loop for sm_90a that the projections share: persistent, warp-specialised, wgmma.
+
+What it computes: for every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16 operands, handed
+rounded to bf16, strip by strip, to an epilogue. What A, B and the epilogue are is the business of a subclass.
+
+    global A, B --TMA--> shared stages --wgmma--> accumulators in registers --> bf16 strips --> epilogue
+
+Three warpgroups a CTA, each role a method below or of kernels/common/gemm.py, in the order data meets them:
+    warp 0       `produce`   one k block (64 elements of K) of A and B a stage, through TMA
+    warps 4-11   `consume`   two warpgroups, 64 rows of each 128 apiece. A warp's *strip* is 16 of them. They share the
+                             stages but wait for nothing else of each other: with a few stages between them, one
+                             multiplies while the other is in its epilogue.
+
+Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
+a workspace: every consumer warp writes its part of the piece, then counts itself in; the one that completes the count
+adds all pieces in K order and goes on as if the tile had been whole. Nobody waits. The count is left at zero, so the
+workspace needs zeroing once, when it is allocated.
+
+To make a GEMM, subclass `PersistentGemm` and give it
+    `operand_majors`            which mode of A and B is contiguous, for each kind of tile (one kind or several)
+    `loads(tma, operands, ...)` a `Loads` object: how to fetch k block k of a tile; early and late parts (see PDL)
+    `epilogue(...)`             what becomes of a finished strip
+and call `launch` from its host entry.
+
+PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages before
+griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
+
+Budgets (CUDA programming guide, "Compute capabilities" for 9.0): 227 KB of shared memory a CTA; 65,536 registers, of
+which a consumer thread's accumulators take tile_m * tile_n / 256.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float32, Int16, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.utils import LayoutEnum
+
+from cute_gemma.kernels.common import bf16
+from cute_gemma.kernels.common.gemm import (
+    ALIGNMENT,
+    BLOCK_K,
+    SMEM_BYTES,
+    WARP,
+    GemmBase,
+    Pieces,
+    TmaPartition,
+    TmaTensor,
+    Workspace,
+)
+from cute_gemma.kernels.common.schedule import TileSchedule, Unit
+from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes, box_layout, box_tma
+from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, GemmTuning
+
+WARPGROUP = 128
+THREADS = 3 * WARPGROUP
+FIRST_CONSUMER = 4  # warp
+ROWS = 64  # of a wgmma
+# Registers a thread of a consumer and of the TMA warpgroup: 2 * 128 * 232 + 128 * 40 of the SM's 65,536.
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
+BARRIER_BYTES = 256  # at most
+CONSUMER_BARRIER = 1  # named barrier of the consumer warps
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A warp's 16 rows of a finished tile, rounded to bf16.
+
+    pairs[h][j]: columns 8 j + 2 (lane % 4) and the next, of row 8 h + lane / 4 (PTX ISA, "Register Fragments for
+    wgmma.mma_async.m64nNk16"). row: the first of its rows in the unit.
+    """
+
+    pairs: list
+    row: Any
+
+    def sixteen(self, index: int) -> list:
+        """The four fragments of columns [16 index, 16 index + 16), as `WarpBoxes.write` takes them."""
+        return [self.pairs[half][column] for column in (2 * index, 2 * index + 1) for half in (0, 1)]
+
+    def store(self, boxes: WarpBoxes, tma: TmaTensor, *target) -> None:
+        """Store the strip as it is, its first box to `target` = (row, column, ...) in boxes of the output."""
+        row, column, *rest = target
+        per_tile = len(self.pairs[0]) // (BOX_COLUMNS // 8)
+        for first in range(0, per_tile, boxes.count):
+            count = min(boxes.count, per_tile - first)
+            blocks = [self.sixteen(first * SIXTEENS + block) for block in range(count * SIXTEENS)]
+            boxes.store(tma, blocks, [(row, column + first + box, *rest) for box in range(count)])
+
+
+class PersistentGemm(GemmBase):
+    """Base of the GEMM kernels; see the module's text for what a subclass provides.
+
+    A subclass is a frozen dataclass with a field `tuning: GemmTuning`.
+    """
+
+    tuning: GemmTuning
+    operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
+    boxes: int = 2  # 16 x 64 boxes of shared memory a consumer warp has, see boxes.py
+    scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
+
+    # ---- shapes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stage_count(self) -> int:
+        """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else ValueError."""
+        boxes = CONSUMER_WARPS * self.boxes * BOX_BYTES
+        header = -(-(BARRIER_BYTES + self.scratch_bytes) // ALIGNMENT) * ALIGNMENT
+        fitting = (SMEM_BYTES - header - boxes) // self.tuning.stage_bytes
+        wanted = self.tuning.stages or fitting
+        if wanted > fitting:
+            raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
+        return wanted
+
+    @property
+    def mma_tiler(self) -> tuple[int, int, int]:
+        return (self.tuning.tile_m, self.tuning.tile_n, BLOCK_K)
+
+    @property
+    def words(self) -> int:
+        """fp32 values of a tile that a consumer thread holds."""
+        return self.tuning.tile_m * self.tuning.tile_n // (2 * WARPGROUP)
+
+    def tiled_mmas(self) -> tuple:
+        """One tiled MMA per kind of tile; they differ in the major mode of their operands alone."""
+        majors = {"k": OperandMajorMode.K, "mn": OperandMajorMode.MN}
+        return tuple(
+            sm90.make_trivial_tiled_mma(
+                BFloat16, BFloat16, majors[a], majors[b], Float32, (2, 1, 1), (ROWS, self.tuning.tile_n)
+            )
+            for a, b in self.operand_majors
+        )
+
+    def stage_layouts(self, kind: int, stages: int | None = None) -> tuple:
+        """Shared layouts of A (tile_m, BLOCK_K, STAGE) and B (tile_n, BLOCK_K, STAGE)."""
+        layouts = {"k": LayoutEnum.ROW_MAJOR, "mn": LayoutEnum.COL_MAJOR}
+        a, b = self.operand_majors[kind]
+        count = stages or self.stage_count
+        return (
+            sm90.make_smem_layout_a(layouts[a], self.mma_tiler, BFloat16, count),
+            sm90.make_smem_layout_b(layouts[b], self.mma_tiler, BFloat16, count),
+        )
+
+    # ---- host -----------------------------------------------------------------------------------------------------
+
+    def tma_a(self, tensor, kind: int = 0) -> TmaTensor:
+        """Load descriptor for an A operand, (M, K) or (M, K, L)."""
+        layout = cute.select(self.stage_layouts(kind, 1)[0], mode=[0, 1])
+        info = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.tuning.tile_m, BLOCK_K))
+        return TmaTensor(info[0], info[1])
+
+    def tma_b(self, tensor, kind: int = 0) -> TmaTensor:
+        """Load descriptor for a B operand, (N, K) or (N, K, L)."""
+        shared = self.tuning.cluster_m > 1
+        op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
+        layout = cute.select(self.stage_layouts(kind, 1)[1], mode=[0, 1])
+        info = cpasync.make_tiled_tma_atom(
+            op, tensor, layout, (self.tuning.tile_n, BLOCK_K), num_multicast=self.tuning.cluster_m)
+        return TmaTensor(info[0], info[1])
+
+    def tma_store(self, tensor) -> TmaTensor:
+        """Store descriptor for a row-major (M, N) output, box by box."""
+        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor))
+
+    def cluster_layout(self):
+        """(V, M, N, K) layout of the CTAs of a cluster."""
+        return cute.make_layout((1, self.tuning.cluster_m, 1, 1))
+
+    def launch(self, tma: Any, schedule: TileSchedule, workspace: Workspace | None, stream) -> None:
+        """Launch on `stream`; `tma` is whatever `loads` and `epilogue` of the subclass read on the device."""
+        ctas = self.tuning.cluster
+        self.kernel(self.tiled_mmas(), tma, schedule, workspace).launch(
+            grid=(schedule.workers * ctas, 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(ctas, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    # ---- device entry ---------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, mmas: tuple, tma: Any, schedule: TileSchedule, workspace: Any):
+        """Set up barriers and shared memory, then send every warp to its role."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        worker = cute.arch.block_idx()[0] // self.tuning.cluster
+
+        @cute.struct
+        class Storage:
+            stage_barriers: cute.struct.MemRange[Int64, self.stage_count * 2]
+
+        smem = SmemAllocator()
+        stages = self.make_stages(smem.allocate(Storage).stage_barriers.data_ptr())
+        pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster_layout(), is_relaxed=True)
+
+        scratch = self.make_scratch(smem)
+        a_layout, b_layout = self.stage_layouts(0)
+        a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, ALIGNMENT, swizzle=a_layout.inner)
+        b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, ALIGNMENT, swizzle=b_layout.inner)
+        layout = box_layout(CONSUMER_WARPS * self.boxes)
+        box_memory = smem.allocate_tensor(BFloat16, layout.outer, ALIGNMENT, swizzle=layout.inner)
+        operands = self.stage_views(a_shared, b_shared)
+
+        pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster_layout())
+
+        if warp < FIRST_CONSUMER:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                self.produce(stages, self.loads(tma, operands, rank), schedule, worker)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            boxes = WarpBoxes(box_memory, (warp - FIRST_CONSUMER) * self.boxes, self.boxes)
+            self.prepare_epilogue(tma, scratch)
+            cute.arch.griddepcontrol_wait()
+            self.consume((stages, mmas, operands), (tma, scratch, boxes), workspace, (schedule, worker, rank))
+            boxes.finish()
+
+    def make_stages(self, barriers):
+        """Barriers: a stage is full when its bytes have landed and empty when every warp that reads it is done."""
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers,
+            num_stages=self.stage_count,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.tuning.unit_warps),
+            tx_count=self.tuning.stage_bytes,
+            cta_layout_vmnk=self.cluster_layout(),
+            defer_sync=True,
+        )
+
+    def stage_views(self, a_shared, b_shared) -> tuple:
+        """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major modes."""
+        views = []
+        for kind in range(len(self.operand_majors)):
+            layouts = self.stage_layouts(kind)
+            views.append(tuple(
+                cute.make_tensor(cute.recast_ptr(shared.iterator, layout.inner, BFloat16), layout.outer)
+                for shared, layout in zip((a_shared, b_shared), layouts)
+            ))
+        return tuple(views)
+
+    def row_tile(self, unit: Unit, rank):
+        """Number of A's tile that a CTA of a cluster multiplies in a unit."""
+        return unit.m * self.tuning.cluster_m + rank
+
+    def partition_a(self, tma: TmaTensor, shared, rank) -> TmaPartition:
+        """A's tiles, indexed (tile_m, k block, ...)."""
+        return self._partition(tma, shared, (self.tuning.tile_m, BLOCK_K))
+
+    def partition_b(self, tma: TmaTensor, shared, rank) -> TmaPartition:
+        """B's tiles, indexed (tile_n, k block, ...). Each CTA of a cluster fetches its part for all of them."""
+        sharers = self.tuning.cluster_m
+        mask = None if sharers == 1 else Int16((1 << sharers) - 1)
+        return self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank, sharers, mask))
+
+    @staticmethod
+    def _partition(tma: TmaTensor, shared, tiler, sharers=(0, 1, None)) -> TmaPartition:
+        place, count, mask = sharers
+        tiles = cute.local_tile(tma.tensor, tiler, (None,) * cute.rank(tma.tensor))
+        shared, tiles = cpasync.tma_partition(
+            tma.atom, place, cute.make_layout(count), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+        return TmaPartition(tma.atom, shared, tiles, mask)
+
+    # ---- what a subclass provides ---------------------------------------------------------------------------------
+
+    def loads(self, tma, operands, rank):
+        """An object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit."""
+        raise NotImplementedError
+
+    def epilogue(self, strip: Strip, unit: Unit, io: tuple) -> None:
+        """Finish a warp's strip of a tile. io = (tma, scratch, WarpBoxes)."""
+        raise NotImplementedError
+
+    def mma_kind(self, unit: Unit):
+        """Number of the tiled MMA for a unit, when there are several."""
+        return unit.section
+
+    def make_scratch(self, smem):
+        """Shared memory of the epilogue, `scratch_bytes` of it."""
+        return None
+
+    def prepare_epilogue(self, tma, scratch) -> None:
+        """Work of the consumer warps before the first tile that depends on no preceding kernel."""
+
+    # ---- consumer warps -------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, source, io, workspace, place):
+        """Sum a unit up, complete it if its tile is split, hand its strips to `epilogue`."""
+        stages, mmas, operands = source
+        schedule, worker, rank = place
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_CONSUMER
+        row = rank * self.tuning.tile_m + warp * BOX_ROWS
+        fragments = self.fragments(mmas, operands, warp // 4)
+        accumulator = cute.make_rmem_tensor(mmas[0].partition_shape_C(self.mma_tiler[:2]), Float32)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stage_count)
+        for index in cutlass.range(schedule.unit_count(worker), unroll=1):
+            unit = schedule.unit(worker, index)
+            blocks = unit.k_end - unit.k_begin
+            if cutlass.const_expr(len(mmas) == 1):
+                state = self.multiply(mmas[0], fragments[0], accumulator, (stages, state, blocks))
+            else:
+                if self.mma_kind(unit) == 0:
+                    state = self.multiply(mmas[0], fragments[0], accumulator, (stages, state, blocks))
+                else:
+                    state = self.multiply(mmas[1], fragments[1], accumulator, (stages, state, blocks))
+            complete = cutlass.Boolean(True)
+            if cutlass.const_expr(self.tuning.stream_k):
+                if unit.pieces > 1:
+                    number = rank * CONSUMER_WARPS + warp
+                    pieces = Pieces(schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words)
+                    complete = self.add_pieces(accumulator, pieces)
+            if complete:
+                for strip in cutlass.range_constexpr(self.tuning.tile_m // 128):
+                    self.epilogue(self.strip(accumulator, strip, row), unit, io)
+
+    def fragments(self, mmas, operands, group) -> list:
+        """For each kind of tile the shared-memory descriptors of a warpgroup's A and B, (MMA, MMA_MN, MMA_K, STAGE)."""
+        descriptors = []
+        for mma, (a, b) in zip(mmas, operands):
+            part = mma.get_slice(group * WARPGROUP)
+            descriptors.append((mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))))
+        return descriptors
+
+    @cute.jit
+    def multiply(self, mma, fragments, accumulator, queue):
+        """Sum of a unit's k blocks, at least one. A stage is released when the block after it is under way."""
+        stages, state, blocks = queue
+        release = state.clone()
+        warpgroup.fence()
+        stages.consumer_wait(state)
+        self.multiply_stage(mma, fragments, accumulator, state.index, False)
+        state.advance()
+        for _ in cutlass.range(blocks - 1, unroll=1):
+            stages.consumer_wait(state)
+            self.multiply_stage(mma, fragments, accumulator, state.index, True)
+            warpgroup.wait_group(1)
+            stages.consumer_release(release)
+            release.advance()
+            state.advance()
+        warpgroup.wait_group(0)
+        stages.consumer_release(release)
+        return state
+
+    def multiply_stage(self, mma, fragments, accumulator, stage, accumulate: bool) -> None:
+        """Issue one k block as one group. The atom is fresh: setting its field rebinds it in this scope."""
+        atom = cute.make_mma_atom(mma.op)
+        a, b = fragments
+        for block in range(BLOCK_K // 16):
+            atom.set(warpgroup.Field.ACCUMULATE, accumulate or block > 0)
+            at = (None, None, block, stage)
+            cute.gemm(atom, accumulator, a[at], b[at], accumulator)
+        warpgroup.commit_group()
+
+    def strip(self, accumulator, number: int, row) -> Strip:
+        """Strip `number` of the calling warp's accumulators."""
+        values = cute.make_tensor(accumulator.iterator, cute.make_layout(self.words))
+        count = self.tuning.tile_n // 8
+        first = number * 4 * count
+        pairs = [
+            [bf16.pack(values[first + 4 * j + 2 * half], values[first + 4 * j + 2 * half + 1]) for j in range(count)]
+            for half in (0, 1)
+        ]
+        return Strip(pairs, row + 128 * number)
+
+    @cute.jit
+    def add_pieces(self, accumulator, pieces):
+        """Deliver this warp's part of a piece; True for the warp that completes the tile, with the sum in its place.
+
+        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing.
+        """
+        values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))
+        cute.copy(pieces.atom(), values, pieces.own)
+        complete = pieces.deliver()
+        if complete:
+            values.fill(0.0)
+            for number in cutlass.range(pieces.unit.pieces, unroll=1):
+                source = pieces.piece(pieces.unit.first_worker + number)
+                part = cute.make_rmem_tensor(values.shape, Float32)
+                cute.copy(pieces.atom(), source, part)
+                values.store(values.load() + part.load())
+            pieces.reset()
+        return complete

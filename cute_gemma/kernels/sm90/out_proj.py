@@ -1,0 +1,34 @@
+"""Output projection for sm_90a: see kernels/common/out_proj.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import cutlass.cute as cute
+
+from cute_gemma.kernels.common.out_proj import OutputProjectionBase
+from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
+from cute_gemma.kernels.sm90.gemm import PersistentGemm
+from cute_gemma.kernels.sm90.tuning import SM_COUNT, GemmTuning, choose_tuning
+
+# (tile_m, tile_n, cluster_m) of the tunings to choose from.
+_SHAPES = ((128, 64, 1), (128, 128, 1), (128, 128, 2), (128, 256, 1), (128, 256, 2), (256, 128, 1), (256, 128, 2))
+
+
+def default_tuning(rows: int, hidden: int, features: int, sm_count: int = SM_COUNT) -> GemmTuning:
+    """The tuning for M = `rows`; sizes as in `OutputProjection`."""
+    return choose_tuning(rows, (hidden,), features, _SHAPES, sm_count)
+
+
+@dataclass(frozen=True)
+class OutputProjection(OutputProjectionBase, PersistentGemm):
+    """features: H*D, the inner size; hidden: C. tuning: see `default_tuning`."""
+
+    hidden: int
+    features: int
+    tuning: GemmTuning = field(default_factory=GemmTuning)
+
+    @cute.jit
+    def epilogue(self, strip, unit, io):
+        box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS
+        strip.store(io[2], io[0].out, box_row, unit.n * (self.tuning.tile_n // BOX_COLUMNS))

@@ -1,0 +1,195 @@
+"""QKV projection with QK norm and RoPE for sm_90a: see kernels/common/qkv_proj.py for what it computes.
+
+Epilogue: a warp's strip has 16 rows, of which a thread holds two, 2 columns of every 8. So the pairs (d, d + D/2) stay
+within a thread, and the mean of squares takes two shuffles among the four lanes of a row. cos and sin are read from
+global memory, 4 bytes at a time, as the thread needs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_gemma.kernels.common import bf16, norm_rope
+from cute_gemma.kernels.common.qkv_proj import K, Q, V, QKVProjectionBase
+from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
+from cute_gemma.kernels.sm90.gemm import CONSUMER_BARRIER, FIRST_CONSUMER, PersistentGemm, Strip
+from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning, choose_tuning
+
+# (tile_m, tile_n, cluster_m) of the tunings to choose from.
+_SHAPES = ((128, 128, 1), (128, 128, 2), (128, 256, 1), (128, 256, 2))
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of a strip. pairs[h][j] as in `Strip`, of this head; inverses[h]; saved[h]: None or a SavedRow."""
+
+    pairs: list
+    inverses: list
+    saved: list
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a thread multiplies with in its columns 8 j + 2 (lane % 4) and the next.
+
+    cos[h][j], sin[h][j]: bf16 pairs of row h; weights: (D, 2) fp32 in shared memory, (1 + w) of q and of k.
+    """
+
+    cos: list
+    sin: list
+    weights: Any
+    part: Any
+
+    def weight(self, j: int) -> tuple:
+        """(1 + w) of the two columns of j, fp32."""
+        column = 8 * j + 2 * (cute.arch.lane_idx() % 4)
+        pair = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(cute.local_tile(self.weights[None, self.part], (2,), (column // 2,)), pair)
+        return pair[0], pair[1]
+
+
+def default_tuning(
+    rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 128, sm_count: int = SM_COUNT
+) -> GemmTuning:
+    """The tuning for M = `rows`; sizes as in `QKVProjection`."""
+    columns = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
+    shapes = tuple(shape for shape in _SHAPES if shape[1] % head_dim == 0)
+    return choose_tuning(rows, columns, hidden, shapes, sm_count)
+
+
+@dataclass(frozen=True)
+class QKVProjection(QKVProjectionBase, PersistentGemm):
+    """See QKVProjectionBase. tuning: see `default_tuning`; tile_m 128, tile_n a multiple of head_dim (default: one
+    head)."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    eps: float = 1e-6
+    qk_norm: bool = True
+    save_for_backward: bool = False
+    tuning: GemmTuning | None = None
+
+    def __post_init__(self) -> None:
+        if self.tuning is None:
+            object.__setattr__(self, "tuning", GemmTuning(tile_n=self.head_dim))
+        if self.tuning.tile_m != 128:
+            raise ValueError(f"tile_m: {self.tuning.tile_m}, expected 128")
+        self.check()
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 2 * self.head_dim * 4
+
+    def make_scratch(self, smem):
+        """(1 + w) of q and k, fp32."""
+        return smem.allocate_tensor(Float32, cute.make_layout((self.head_dim, 2)), 16)
+
+    @cute.jit
+    def prepare_epilogue(self, tma, scratch) -> None:
+        if cutlass.const_expr(self.qk_norm):
+            thread = cute.arch.thread_idx()[0] - FIRST_CONSUMER * 32
+            if thread < self.head_dim:
+                for part in cutlass.range_constexpr(2):
+                    scratch[thread, part] = tma.norms[part][thread].to(Float32) + 1.0
+            cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMER_WARPS * 32)
+
+    def read_tables(self, tma, first_row) -> tuple:
+        """(cos, sin) of the thread's two rows, [h][j] as in `Factors`. Rows past the end read the last one.
+
+        All at once: the loads are in flight while the squares are summed up.
+        """
+        lane = cute.arch.lane_idx()
+        tables = []
+        for table in (tma.cos, tma.sin):
+            rows = []
+            for half in (0, 1):
+                row = cutlass.min(first_row + lane // 4 + 8 * half, table.shape[0] - 1)
+                pairs = cute.recast_ptr(table.iterator, dtype=Int32) + Int64(row) * (self.head_dim // 2) + lane % 4
+                values = cute.make_tensor(pairs, cute.make_layout(self.head_dim // 8, stride=4))
+                rows.append([values[j] for j in range(self.head_dim // 8)])
+            tables.append(rows)
+        return tuple(tables)
+
+    @cute.jit
+    def epilogue(self, strip, unit, io):
+        """v leaves as it is; heads of q and k are normalised, rotated and leave one by one."""
+        tma, scratch, boxes = io
+        part, tile = self.place(unit)
+        first_row = unit.m * self.tuning.unit_rows + strip.row
+        box_row, box_column = first_row // BOX_ROWS, tile * (self.tuning.tile_n // BOX_COLUMNS)
+        if part == V:
+            strip.store(boxes, tma.outputs[V], box_row, box_column)
+        else:
+            cos, sin = self.read_tables(tma, first_row)
+            factors = Factors(cos, sin, scratch, part)
+            per_head = self.head_dim // 8
+            for number in cutlass.range_constexpr(self.tuning.tile_n // self.head_dim):
+                pairs = [half[number * per_head : (number + 1) * per_head] for half in strip.pairs]
+                head = self.head(pairs, tma, (part, first_row, tile * (self.tuning.tile_n // self.head_dim) + number))
+                column = box_column + number * (self.head_dim // BOX_COLUMNS)
+                self.store_head(head, factors, (tma, boxes), (box_row, column))
+
+    @cute.jit
+    def store_head(self, head, factors, io, target):
+        """Rotate and store a head, 64 columns of each half at a time."""
+        tma, boxes = io
+        box_row, column = target
+        steps = self.head_dim // (2 * BOX_COLUMNS)
+        for step in cutlass.range_constexpr(steps):
+            low, high = self.rotated(head, factors, step * (BOX_COLUMNS // 8))
+            blocks = [strip.sixteen(index) for strip in (low, high) for index in range(BOX_COLUMNS // 16)]
+            targets = [(box_row, column + step), (box_row, column + step + steps)]
+            if factors.part == Q:
+                boxes.store(tma.outputs[Q], blocks, targets)
+            else:
+                boxes.store(tma.outputs[K], blocks, targets)
+
+    def head(self, pairs, tma, place) -> Head:
+        """The mean of squares of a head, and where it is saved."""
+        part, first_row, number = place
+        inverses, saved = [None, None], [None, None]
+        for half in (0, 1):
+            if self.qk_norm:
+                squares = norm_rope.sum_of_squares(pairs[half])
+                for distance in (1, 2):
+                    squares = squares + cute.arch.shuffle_sync_bfly(squares, distance)
+                inverses[half] = norm_rope.inverse_root(squares, self.head_dim, self.eps)
+            if self.save_for_backward:
+                lane = cute.arch.lane_idx()
+                saved[half] = self.saved_row(tma.saved, part, first_row + lane // 4 + 8 * half, number)
+                self.save_rstd(saved[half], inverses[half])
+        return Head(pairs, inverses, saved)
+
+    @cute.jit
+    def save_rstd(self, row, value):
+        """One lane of the row's four writes."""
+        if cute.arch.lane_idx() % 4 == 0:
+            row.save_rstd(value)
+
+    def rotated(self, head: Head, factors: Factors, first: int) -> tuple:
+        """Columns [8 first, 8 first + 64) of a head, and those half a head further, normalised and rotated."""
+        low, high = ([], []), ([], [])
+        for j in range(first, first + BOX_COLUMNS // 8):
+            columns = (j, j + self.head_dim // 16)
+            weights = [factors.weight(column) for column in columns] if self.qk_norm else None
+            for half in (0, 1):
+                values = [head.pairs[half][column] for column in columns]
+                if self.qk_norm:
+                    normed = [norm_rope.normalise(value, head.inverses[half]) for value in values]
+                    if self.save_for_backward:
+                        for column, pair in zip(columns, normed):
+                            place = 4 * column + cute.arch.lane_idx() % 4
+                            head.saved[half].save_normed(place, [bf16.pack(*pair)])
+                    values = [norm_rope.scale(pair, weight) for pair, weight in zip(normed, weights)]
+                cos = tuple(factors.cos[half][column] for column in columns)
+                sin = tuple(factors.sin[half][column] for column in columns)
+                for strip, value in zip((low, high), norm_rope.rotate(*values, cos, sin)):
+                    strip[half].append(value)
+        return Strip(low, None), Strip(high, None)
