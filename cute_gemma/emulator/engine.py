@@ -17,7 +17,7 @@ import numpy as np
 from . import program as programs
 from .build import build_library
 from .capture import HostCode, capture_launches
-from .errors import FAULTS
+from .errors import FAULTS, UninitialisedRead
 from .launch import Launch
 from .lowering import CSRC
 from .report import LaunchReport, Report
@@ -202,6 +202,8 @@ def run_launch(
     what is not implemented, else for the first fault met.
     """
     program = programs.load(launch.ptx, launch.kernel_name)
+    if options.hazards == "strict" and program.undefined:
+        raise _undefined_register(launch, program)
     arch = int(re.search(r"\d+", program.module.target)[0])
     if arch not in _SM_COUNT:
         arch = 100 if arch >= 100 else 90
@@ -235,6 +237,14 @@ def run_launch(
     return LaunchReport(
         launch, program, per_instruction, seconds, int(per_instruction.sum()),
         *(getattr(result, name) for name in _FIGURES), footprint,
+    )  # fmt: skip
+
+
+def _undefined_register(launch: Launch, program: programs.Program) -> Exception:
+    line = program.kernel.instructions[program.undefined[0]].line
+    return UninitialisedRead(
+        "reads a register that some path to here has not written", kernel=launch.kernel_name, line=line,
+        text=program.text(line), source=program.source_of(line),
     )  # fmt: skip
 
 

@@ -79,13 +79,16 @@ def opcodes() -> dict[str, int]:
 
 
 class Op:
-    """One operation under construction; fields as in emu.h, references symbolic. ins: index of its instruction."""
+    """One operation under construction; fields as in emu.h, references symbolic. ins: index of its instruction.
 
-    __slots__ = ("code", "flags", "guard", "refs", "sub", "imm", "imm2", "target", "ins", "line")
+    settled: it runs after the wait for the registers in flight that it touches.
+    """
 
-    def __init__(self, code, flags, guard, refs, sub, imm, imm2, target, ins, line) -> None:
+    __slots__ = ("code", "flags", "guard", "refs", "sub", "imm", "imm2", "target", "ins", "line", "settled")
+
+    def __init__(self, code, flags, guard, refs, sub, imm, imm2, target, ins, line, settled) -> None:
         self.code, self.flags, self.guard, self.refs, self.sub = code, flags, guard, refs, sub
-        self.imm, self.imm2, self.target, self.ins, self.line = imm, imm2, target, ins, line
+        self.imm, self.imm2, self.target, self.ins, self.line, self.settled = imm, imm2, target, ins, line, settled
 
 
 def _f32_to_f64(bits: int) -> int:
@@ -137,6 +140,7 @@ class Builder:
         self._after: list[tuple] = []
         self._flying: set[int] = set()                      # registers in flight in this block
         self._held: list[tuple[int, ptx.Instruction]] = []  # copies of them that are put off
+        self._settled = False
 
     # ---------------------------------------------------------------- errors
     def unsupported(self, why: str = "") -> UnsupportedInstruction:
@@ -336,7 +340,7 @@ class Builder:
         if target is not None:
             target = self.label(target)
             self.jumps.setdefault(self.index, []).append(target)
-        self.ops.append(Op(number, flags, guard, refs, sub, imm, imm2, target, self.index, ins.line))
+        self.ops.append(Op(number, flags, guard, refs, sub, imm, imm2, target, self.index, ins.line, self._settled))
 
     def emit_indexed(self, code: str, index: int, targets: list[ptx.Symbol]) -> None:
         """A branch to one of `targets`."""
@@ -379,7 +383,7 @@ class Builder:
             self.first_op[index] = len(self.ops)
             self._lower(ins)
             if index in self.completions and ins.guard is None:
-                self._release_copies(index)
+                self._release_copies(index, settled=True)
                 self._flying.clear()
             for starts in self.pending.values():
                 self._flying.update(starts.get(index, ()))
@@ -416,12 +420,16 @@ class Builder:
             self._release_copies(index)
         return False
 
-    def _release_copies(self, index: int) -> None:
+    def _release_copies(self, index: int, settled: bool = False) -> None:
+        """Emits the copies put off, at instruction `index`: their sources are needed until there."""
+        self._settled = settled
         for own, ins in self._held:
-            self._begin(index, ins)
+            self._begin(own, ins)
             self.first_op[own] = len(self.ops)
             self._lower(ins)
+            self.uses[index].extend(self.uses[own])
         self._held.clear()
+        self._settled = False
 
     def _begin(self, index: int, ins: ptx.Instruction) -> None:
         self.ins, self.index, self._after = ins, index, []

@@ -105,21 +105,20 @@ def _in_flight(builder: Builder, flow: Flow) -> list[set[int]]:
     return before
 
 
-def _intervals(builder: Builder, flow: Flow, before: list[set[int]], nregs: int) -> tuple[np.ndarray, np.ndarray]:
+def _intervals(builder: Builder, flow: Flow, before: list[set[int]], live: tuple, nregs: int) -> tuple[list, list]:
     """First and last instruction at which each register needs its row; last < first where it is unused."""
-    first = np.full(nregs, len(builder.uses), np.int64)
-    last = np.full(nregs, -1, np.int64)
+    first, last = [len(builder.uses)] * nregs, [-1] * nregs
     for i, (uses, defs) in enumerate(zip(builder.uses, builder.defs)):
         for r in (*uses, *defs):
             if i < first[r]:
                 first[r] = i
             last[r] = i
-    live_in, live_out = _liveness(builder, flow, nregs)
-    starts, ends = np.array(flow.starts), np.array(flow.ends)
-    for r in np.flatnonzero(live_in.any(0)):
-        first[r] = min(first[r], starts[live_in[:, r].argmax()])
-    for r in np.flatnonzero(live_out.any(0)):
-        last[r] = max(last[r], ends[len(ends) - 1 - live_out[::-1, r].argmax()] - 1)
+    live_in, live_out = live
+    blocks = len(flow.starts)
+    for r, b in zip(*_first_true(live_in)):
+        first[r] = min(first[r], flow.starts[b])
+    for r, b in zip(*_first_true(live_out[::-1])):
+        last[r] = max(last[r], flow.ends[blocks - 1 - b] - 1)
     for i, flying in enumerate(before):
         for r in flying:
             first[r] = min(first[r], i)
@@ -127,7 +126,24 @@ def _intervals(builder: Builder, flow: Flow, before: list[set[int]], nregs: int)
     return first, last
 
 
-def _linear_scan(first: np.ndarray, last: np.ndarray, registers: list[int]) -> tuple[dict[int, int], int]:
+def _first_true(table: np.ndarray) -> tuple[list[int], list[int]]:
+    """Columns of a bool table that hold a True, and the first row of each that does."""
+    columns = np.flatnonzero(table.any(0))
+    return columns.tolist(), table[:, columns].argmax(0).tolist()
+
+
+def _undefined(builder: Builder, live_in: np.ndarray) -> list[int]:
+    """Instructions that read a PTX register which some path has not written. wgmma is passed over: with a false
+    scale-d it does not read the accumulators that it names."""
+    instructions = builder.kernel.instructions
+    unwritten = set(np.flatnonzero(live_in[0, : builder.kernel.nregs]).tolist())
+    for i, ins in enumerate(instructions):
+        if unwritten and ins.words[0] == "wgmma":
+            unwritten -= set(builder.defs[i])
+    return [i for i, uses in enumerate(builder.uses) if not unwritten.isdisjoint(uses)] if unwritten else []
+
+
+def _linear_scan(first: list[int], last: list[int], registers: list[int]) -> tuple[dict[int, int], int]:
     """Rows for registers of one size: register -> row, and how many rows."""
     rows, free, active, count = {}, [], [], 0
     for r in sorted(registers, key=first.__getitem__):
@@ -138,19 +154,20 @@ def _linear_scan(first: np.ndarray, last: np.ndarray, registers: list[int]) -> t
         else:
             row, count = count, count + 1
         rows[r] = row
-        heapq.heappush(active, (int(last[r]), row))
+        heapq.heappush(active, (last[r], row))
     return rows, count
 
 
-def allocate(builder: Builder) -> tuple[dict[int, int], int]:
-    """Slots of the value registers, and the slots a register file has.
+def allocate(builder: Builder) -> tuple[dict[int, int], int, list[int]]:
+    """Slots of the value registers, the slots a register file has, and the instructions that may read an unwritten one.
 
     Warp specials and the scratch row keep their slots all along. Flags operations that touch a register in flight.
     """
     flow = Flow(builder)
     before = _in_flight(builder, flow)
     nregs = len(builder.reg_bits)
-    first, last = _intervals(builder, flow, before, nregs)
+    live = _liveness(builder, flow, nregs)
+    first, last = _intervals(builder, flow, before, live, nregs)
     slots: dict[int, int] = {builder.scratch: 0}
     top = 8                                                    # scratch: one 128-bit row
     fixed = {builder.scratch, *builder.specials.values()}
@@ -168,13 +185,13 @@ def allocate(builder: Builder) -> tuple[dict[int, int], int]:
         slots.update((r, top + row * width) for r, row in rows.items())
         top += count * width
     _flag_pending(builder, before)
-    return slots, top
+    return slots, top, _undefined(builder, live[0])
 
 
 def _flag_pending(builder: Builder, before: list[set[int]]) -> None:
     for op in builder.ops:
         flying = before[op.ins]
-        if flying and not flying.isdisjoint(op.refs):
+        if flying and not op.settled and not flying.isdisjoint(op.refs):
             op.flags |= PENDING
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ptx_runner import lanes, run
 
-from cute_gemma.emulator import DivergenceError, IllegalInstruction
+from cute_gemma.emulator import DivergenceError, IllegalInstruction, UninitialisedRead
 
 U32 = np.uint32
 STORE = "mov.u32 %r70, %tid.x; ld.param.u64 %d1, [p0]; mad.wide.u32 %d2, %r70, 4, %d1;"
@@ -263,3 +263,11 @@ def test_allocated_registers_never_collide(seed):
     body += [f"st.global.b32 [%d51+{128 * i}], %r{i};" for i in range(12)]
     run("\n".join(body), out)
     assert (out == state).all()
+
+
+def test_strict_mode_reports_registers_that_some_path_leaves_unwritten():
+    text = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 9; @%p1 bra SKIP; add.u32 %r2, %r1, 3; SKIP: add.u32 %r3, %r2, 1;"
+    run(text, np.zeros(1, U32))
+    with pytest.raises(UninitialisedRead, match="add.u32"):
+        run(text, np.zeros(1, U32), hazards="strict")
+    run("mov.u32 %r2, 0; " + text, np.zeros(1, U32), hazards="strict")
