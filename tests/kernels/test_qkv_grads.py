@@ -76,9 +76,13 @@ class Problem:
 
     def check(self):
         for out, exact in zip(self.results(), self.exact()):
-            # One rounding to bf16 has a relative error of 2^-9 at most, about 0.00166 over normal draws.
-            bound = 0.0017 if out.dtype == torch.bfloat16 else 1e-6
-            assert ((out.double() - exact).norm() / exact.norm()).item() <= bound
+            # No worse than rounding the exact result, but for the few that fp32 sums tip to the other neighbour.
+            rounded = relative_error(exact.to(out.dtype), exact)
+            assert relative_error(out, exact) <= 1.01 * rounded + (1e-5 if out.dtype == torch.bfloat16 else 1e-6)
+
+
+def relative_error(out, exact):
+    return ((out.double() - exact).norm() / exact.norm()).item()
 
 
 def gemma3_270m(tile_m=128, tile_n=128, **tuning):
