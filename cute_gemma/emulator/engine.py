@@ -250,8 +250,14 @@ def _undefined_register(launch: Launch, program: programs.Program) -> Exception:
 
 def _fault(launch: Launch, program: programs.Program, result: _CResult) -> Exception:
     line = result.line or None
+
+    def located(match: re.Match) -> str:
+        source = program.source_of(int(match[1]))
+        return f"{match[0]} ({source})" if source else match[0]
+
+    message = re.sub(r"PTX line (\d+)", located, result.message.decode(errors="replace"))
     return FAULTS[result.fault - 1](
-        result.message.decode(errors="replace"), kernel=launch.kernel_name, line=line,
+        message, kernel=launch.kernel_name, line=line,
         text=program.text(line) if line else None, source=program.source_of(line) if line else None,
         cta=tuple(result.cta), warp=result.warp,
     )  # fmt: skip

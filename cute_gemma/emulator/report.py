@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +57,10 @@ class LaunchReport:
     def by_opcode_of_warp(self, warp: int) -> dict[str, int]:
         """Executions by opcode of one warp index."""
         return self._by_opcode(self.counts[warp])
+
+    def by_role(self, roles: dict[str, Iterable[int]]) -> dict[str, int]:
+        """Executions by role, given the warp indices of each, such as {"load": [8], "softmax": range(8)}."""
+        return {role: int(self.counts[list(warps)].sum()) for role, warps in roles.items()}
 
     def by_line(self) -> list[tuple[int, str, int]]:
         """(PTX line, text, executions) of each instruction, in the order of the text."""

@@ -76,6 +76,8 @@ def test_a_compiled_function_runs_on_cpu_tensors(block_sum, schedule):
     assert launch.launch.grid == (4, 1, 1) and launch.by_opcode["bar.sync"] == 16
     assert sum(launch.by_opcode[op] for op in launch.by_opcode if op.startswith("shfl")) == 4 * 4 * 5
     assert launch.sectors_read == 512 * 4 // 32
+    roles = launch.by_role({"first": [0], "rest": range(1, 4)})
+    assert roles["first"] == launch.by_warp[0] and sum(roles.values()) == launch.warp_instructions
     assert "shfl.sync.bfly.b32" in report.summary() and str(report.warp_instructions) in report.summary()
 
 
