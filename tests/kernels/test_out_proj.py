@@ -19,7 +19,9 @@ def run(kernel, rows, schedule="lazy", seed=0):
     """(result, float64 result) on random inputs; asserts that the counters are back at zero."""
     generator = torch.Generator().manual_seed(seed)
     attn = torch.randn(rows, kernel.features, generator=generator).bfloat16()
-    weight = (torch.randn(kernel.hidden, kernel.features, generator=generator) / kernel.features**0.5).bfloat16()
+    weight = (
+        torch.randn(kernel.hidden, kernel.features, generator=generator) / kernel.features**0.5
+    ).bfloat16()
     out = torch.full((rows, kernel.hidden), math.nan, dtype=torch.bfloat16)
     tensors = [attn, weight, out]
     if kernel.tuning.stream_k:
@@ -31,7 +33,7 @@ def run(kernel, rows, schedule="lazy", seed=0):
 
 
 def assert_close(out, exact):
-    """Every element was written, and is the exact one but for its rounding to bf16 and that of an fp32 sum."""
+    """Every element was written, and is exact but for its rounding to bf16 and that of an fp32 sum."""
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
@@ -74,7 +76,9 @@ def test_few_stages(stages):
 @pytest.mark.parametrize("stream_k", [False, True])
 def test_bit_identical_across_schedules(stream_k):
     kernel = OutputProjection(328, 1032, GemmTuning(256, 128, stream_k=stream_k, sm_count=6))
-    results = [run(kernel, 131, schedule)[0] for schedule in ("lazy", "eager", "random:1", "random:2", "random:3")]
+    results = [
+        run(kernel, 131, schedule)[0] for schedule in ("lazy", "eager", "random:1", "random:2", "random:3")
+    ]
     for other in results[1:]:
         assert torch.equal(results[0].view(torch.int16), other.view(torch.int16))
 
@@ -83,7 +87,9 @@ def test_bit_identical_across_schedules(stream_k):
 @pytest.mark.parametrize("tile_n", [64, 128, 192, 256])
 @pytest.mark.parametrize("tile_m", [128, 256])
 def test_cubin_keeps_everything_in_registers(tile_m, tile_n, stream_k):
-    (report,) = jit.inspect(OutputProjection(3072, 3072, GemmTuning(tile_m, tile_n, stream_k=stream_k)), TARGET)
+    (report,) = jit.inspect(
+        OutputProjection(3072, 3072, GemmTuning(tile_m, tile_n, stream_k=stream_k)), TARGET
+    )
     assert (report.stack_bytes, report.local_loads, report.local_stores) == (0, 0, 0)
     assert report.count("UTCHMMA") == 4  # one a K=16 slice of a stage
     assert report.count("UTMALDG") > 0 and report.count("UTMASTG") > 0
@@ -96,7 +102,9 @@ def test_default_tuning_is_no_slower_by_its_own_count_than_any_other(rows):
     for tile_m in (128, 256):
         for tile_n in (64, 128, 256):
             for stream_k in (False, True):
-                assert count <= gemm_cycles(GemmTuning(tile_m, tile_n, stream_k=stream_k), rows, (3072,), 3072)
+                assert count <= gemm_cycles(
+                    GemmTuning(tile_m, tile_n, stream_k=stream_k), rows, (3072,), 3072
+                )
 
 
 def test_default_tuning_splits_small_problems():
@@ -111,7 +119,15 @@ def test_rejects_sizes_tma_cannot_address(field, value):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("tile_m", 64), ("tile_n", 96), ("tile_n", 320), ("stages", 1), ("sm_count", 0), ("group_m", 0), ("cluster_m", 3)],
+    [
+        ("tile_m", 64),
+        ("tile_n", 96),
+        ("tile_n", 320),
+        ("stages", 1),
+        ("sm_count", 0),
+        ("group_m", 0),
+        ("cluster_m", 3),
+    ],
 )
 def test_tuning_rejects_impossible_shapes(field, value):
     with pytest.raises(ValueError, match=field):

@@ -1,4 +1,4 @@
-"""The QKV projection of sm_100a against the reference in float64 and bf16: configurations, edges, schedules, the cubin."""
+"""The QKV projection of sm_100a against the reference: configurations, edges, schedules, the cubin."""
 
 import math
 from dataclasses import replace
@@ -52,7 +52,12 @@ class Problem:
         """q, k, v [M, heads*D] as eager PyTorch computes them in `dtype`."""
         k = self.kernel
         config = AttentionConfig(
-            hidden=k.hidden, heads=k.heads, kv_heads=k.kv_heads, head_dim=k.head_dim, eps=k.eps, qk_norm=k.qk_norm
+            hidden=k.hidden,
+            heads=k.heads,
+            kv_heads=k.kv_heads,
+            head_dim=k.head_dim,
+            eps=k.eps,
+            qk_norm=k.qk_norm,
         )
         inputs = [t.to(dtype) for t in (self.x, self.cos, self.sin, *self.weights, *self.norms)]
         x, cos, sin = (t.view(self.batch, self.seq, -1) for t in inputs[:3])
@@ -80,7 +85,9 @@ def small(head_dim=128, hidden=200, **settings):
 
 @pytest.mark.parametrize("rows", [1, 131, 300])
 @pytest.mark.parametrize(
-    "tuning", [{}, {"tile_m": 256, "tile_n": 128}, {"tile_m": 256, "tile_n": 256}], ids=["one", "pair", "wide pair"]
+    "tuning",
+    [{}, {"tile_m": 256, "tile_n": 128}, {"tile_m": 256, "tile_n": 256}],
+    ids=["one", "pair", "wide pair"],
 )
 def test_matches_reference_at_odd_lengths(rows, tuning):
     problem = Problem(small(tuning=tuning), 1, rows)
@@ -151,7 +158,9 @@ SPLIT_TUNING = {"stream_k": True, "sm_count": 7}
 
 
 @pytest.mark.parametrize(
-    "kernel", [small(tuning={"tile_m": 256, "tile_n": 256}), small(hidden=1032, tuning=SPLIT_TUNING)], ids=["pair", "split"]
+    "kernel",
+    [small(tuning={"tile_m": 256, "tile_n": 256}), small(hidden=1032, tuning=SPLIT_TUNING)],
+    ids=["pair", "split"],
 )
 def test_bit_identical_across_schedules_and_repetitions(kernel):
     results = []
@@ -173,7 +182,11 @@ def test_workspace_is_left_ready_for_the_next_launch():
 
 @pytest.mark.parametrize(
     "head_dim, tuning, batch, seq",
-    [(128, {"tile_m": 256, "tile_n": 256}, 3, 43), (256, {}, 2, 70), (128, {"stream_k": True, "sm_count": 5}, 3, 43)],
+    [
+        (128, {"tile_m": 256, "tile_n": 256}, 3, 43),
+        (256, {}, 2, 70),
+        (128, {"stream_k": True, "sm_count": 5}, 3, 43),
+    ],
 )
 def test_saves_what_the_backward_needs(head_dim, tuning, batch, seq):
     kernel = small(head_dim, hidden=456, save_for_backward=True, tuning=tuning)
@@ -200,7 +213,9 @@ def cubins():
         QKVProjection(1152, 4, 1, save_for_backward=True, tuning=wide),
     ]
     others = [
-        QKVProjection(1152, 4, 1, head_dim, save_for_backward=save, tuning=GemmTuning(tile_m, tile_n, stream_k=stream_k))
+        QKVProjection(
+            1152, 4, 1, head_dim, save_for_backward=save, tuning=GemmTuning(tile_m, tile_n, stream_k=stream_k)
+        )
         for head_dim, tile_n in ((128, 128), (128, 256), (256, 256))
         for tile_m in (128, 256)
         for stream_k in (False, True)

@@ -1,4 +1,4 @@
-"""The persistent schedule on plain integers: every k block of every tile is computed once, in an order of no luck."""
+"""The persistent schedule on plain integers: every k block of every tile is computed once."""
 
 from collections import defaultdict
 
@@ -30,7 +30,9 @@ def test_every_block_of_every_tile_is_computed_once(sections, workers, group_m, 
     pieces = defaultdict(list)
     for worker, unit in units_of(schedule):
         pieces[unit.section, unit.m, unit.n].append((unit.k_begin, unit.k_end, worker, unit))
-    expected = {(s, m, n) for s, grid in enumerate(sections) for m in range(grid.m_tiles) for n in range(grid.n_tiles)}
+    expected = {
+        (s, m, n) for s, grid in enumerate(sections) for m in range(grid.m_tiles) for n in range(grid.n_tiles)
+    }
     assert set(pieces) == expected
     for (section, _, _), parts in pieces.items():
         parts.sort(key=lambda part: part[0])

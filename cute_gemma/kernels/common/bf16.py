@@ -1,7 +1,8 @@
-"""bf16 pairs in 32-bit registers: conversions and arithmetic that round once per operation, as eager PyTorch does.
+"""bf16 pairs in 32-bit registers: conversions, and arithmetic that rounds as eager PyTorch does.
 
-A pair holds element 2i in its low half and element 2i + 1 in its high half. The .rn suffix keeps the compiler from
-contracting a product and a sum into one rounding (PTX ISA, "Half Precision Floating Point Instructions").
+A pair holds element 2i in its low half and element 2i + 1 in its high half. The .rn suffix keeps the compiler
+from contracting a product and a sum into one rounding (PTX ISA, "Half Precision Floating Point
+Instructions").
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from cutlass import Float32, Int32
 def pack(low, high):
     """Two fp32 values, or words that hold their bits, rounded to nearest even."""
     return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high])
+        "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Int32], read_only_args=[low, high]
+    )
 
 
 def unpack(pair):
@@ -28,8 +30,8 @@ def unpack(pair):
 def unpack_again(pair):
     """The same by byte permutation.
 
-    The compiler does not see that it is the same, so it does not keep both halves of every pair of a row in registers
-    from a first pass over the row to a second one.
+    The compiler does not see that it is the same, so it does not keep both halves of every pair of a row in
+    registers from a first pass over the row to a second one.
     """
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, 0, 0x1044;\nprmt.b32 {$w1}, {$r0}, 0, 0x3244;",
@@ -52,5 +54,5 @@ def sub(a, b):
 
 def _binary(operation: str, a, b):
     return cute.arch.inline_ptx(
-        f"{operation}.rn.bf16x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b])
-
+        f"{operation}.rn.bf16x2 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[a, b]
+    )

@@ -1,16 +1,18 @@
 """Persistent tile schedule with an optional stream-K part, shared by every GEMM of the package.
 
-A GEMM is a list of *sections*, each a grid of output tiles (m_tiles, n_tiles) whose accumulation takes `k_blocks`
-blocks. Tiles are numbered section after section. A *worker* is what owns one accumulator: a CTA, or a CTA pair.
+A GEMM is a list of *sections*, each a grid of output tiles (m_tiles, n_tiles) whose accumulation takes
+`k_blocks` blocks. Tiles are numbered section after section. A *worker* is what computes a tile: a CTA,
+a CTA pair or a cluster.
 
 * Whole tiles: worker w takes tiles split_tiles + w, + workers, ...
-* Split tiles: tiles [0, split_tiles) are laid out as one line of k blocks, which the workers cut into equal shares.
-  A share is a run of *units*, each a piece of one tile. The pieces of a tile are added in the order of the workers,
-  whoever finishes last, so that results do not depend on timing. Every worker does its share before its whole tiles.
+* Split tiles: tiles [0, split_tiles) are laid out as one line of k blocks, which the workers cut into equal
+  shares. A share is a run of *units*, each a piece of one tile. The pieces of a tile are added in the order
+  of the workers, whoever finishes last, so that results do not depend on timing. Every worker does its share
+  before its whole tiles.
 
 Unit i of worker w is a closed formula of (i, w): the warp roles of a CTA walk the same list without talking.
-Stream-K: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on
-the GPU", PPoPP 2023.
+Stream-K: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication
+on the GPU", PPoPP 2023.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ class TileSchedule:
         return Unit(tile, section, m, n, k_begin, k_end, first_worker, pieces)
 
     def partial_slot(self, worker, tile):
-        """Where a worker keeps its piece of a split tile: its first piece in slot 2w, its last in slot 2w + 1."""
+        """Where a worker keeps its piece of a split tile: slot 2w its first, 2w + 1 its last."""
         return 2 * worker + select(self.share_begin(worker) >= self.begin_of_tile(tile), 0, 1)
 
     def _split_units(self, worker):
@@ -152,7 +154,7 @@ class TileSchedule:
         return section, tile - first, k_blocks
 
     def _place(self, section, tile):
-        """Walk group_m tile rows together, row fastest, so that a wave of tiles shares both operands in L2."""
+        """Walk group_m tile rows together, row fastest: a wave of tiles shares both operands in L2."""
         m_tiles, n_tiles = self.sections[0].m_tiles, self.sections[0].n_tiles
         for number, candidate in enumerate(self.sections[1:], start=1):
             m_tiles = select(section == number, candidate.m_tiles, m_tiles)
@@ -165,7 +167,7 @@ class TileSchedule:
 
 
 def plan(sections: tuple, max_workers: int, group_m: int, stream_k: bool) -> TileSchedule:
-    """Choose workers and the split part from the sections' sizes; see `split_plan`. Without stream_k all is whole."""
+    """Choose workers and the split part from the sections' sizes, see `split_plan`; none without stream_k."""
     tiles = sections[0].tiles
     for section in sections[1:]:
         tiles += section.tiles
@@ -179,9 +181,10 @@ def plan(sections: tuple, max_workers: int, group_m: int, stream_k: bool) -> Til
 def split_plan(tiles, begin_of_tile, max_workers: int) -> tuple:
     """(tiles to split, their k blocks, workers) for a stream-K schedule of `tiles` tiles.
 
-    The tiles that do not fill a round of workers are split, together with one full round, so that shares are long;
-    fewer than two rounds are split altogether. When one round is not half full, each tile is cut into equal pieces
-    if that occupies three quarters of the workers. begin_of_tile(t): k blocks of the first t tiles.
+    The tiles that do not fill a round of workers are split, together with one full round, so that shares are
+    long; fewer than two rounds are split altogether. When one round is not half full, each tile is cut into
+    equal pieces if that occupies three quarters of the workers. begin_of_tile(t): k blocks of the first t
+    tiles.
     """
     rest = tiles % max_workers
     split_tiles = select(tiles < 2 * max_workers, tiles, max_workers + rest)
@@ -189,7 +192,9 @@ def split_plan(tiles, begin_of_tile, max_workers: int) -> tuple:
     split_blocks = begin_of_tile(split_tiles)
     even = minimum(max_workers // minimum(tiles, max_workers) * tiles, max_workers)
     workers = select(even * 4 >= 3 * max_workers, even, max_workers)
-    workers = select(split_tiles == tiles, minimum(workers, maximum(split_blocks // MIN_SHARE_BLOCKS, 1)), workers)
+    workers = select(
+        split_tiles == tiles, minimum(workers, maximum(split_blocks // MIN_SHARE_BLOCKS, 1)), workers
+    )
     workers = select(split_tiles == 0, minimum(tiles, max_workers), workers)
     return split_tiles, split_blocks, workers
 

@@ -1,8 +1,9 @@
 """Rows of a bf16 matrix through shared memory by TMA, one warp by itself.
 
-A warp owns a few boxes of 32 rows x 64 bf16 columns. Thread t works on row t, 16 bytes at a time; the 128-byte swizzle
-keeps the 32 rows of such an access out of each other's banks. A box travels as one TMA copy, which clips what lies
-beyond the tensor (loads read zeros there). No other warp is involved, so warp barriers are all the synchronisation.
+A warp owns a few boxes of 32 rows x 64 bf16 columns. Thread t works on row t, 16 bytes at a time; the
+128-byte swizzle keeps the 32 rows of such an access out of each other's banks. A box travels as one TMA copy,
+which clips what lies beyond the tensor (loads read zeros there). No other warp is involved, so warp barriers
+are all the synchronisation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100
 from cutlass import BFloat16, Int32
@@ -32,8 +32,8 @@ def box_layout(count: int):
 def box_tma(op, tensor):
     """(atom, coordinate tensor) that moves single boxes of a row-major (M, N) bf16 tensor."""
     layout = cute.select(box_layout(1), mode=[0, 1])
-    # With dynamic extents: a static one of up to a box would give box coordinates stride 0, so that the boxes beyond
-    # the tensor, which TMA clips, would fall on the first one.
+    # With dynamic extents: a static one of up to a box would give box coordinates stride 0, so that the boxes
+    # beyond the tensor, which TMA clips, would fall on the first one.
     extents = tuple(Int32(extent) for extent in tensor.shape)
     tensor = cute.make_tensor(tensor.iterator, cute.make_layout(extents, stride=tensor.stride))
     info = cpasync.make_tiled_tma_atom(op, tensor, layout, (BOX_ROWS, BOX_COLUMNS))
@@ -42,7 +42,7 @@ def box_tma(op, tensor):
 
 @dataclass(frozen=True)
 class WarpBoxes:
-    """The boxes `first`, `first` + 1, ... of `shared` (BOX_ROWS, BOX_COLUMNS, box), owned by the calling warp."""
+    """The boxes from `first` on of `shared` (BOX_ROWS, BOX_COLUMNS, box), owned by the calling warp."""
 
     shared: Any
     first: Any
@@ -50,8 +50,8 @@ class WarpBoxes:
     def address(self, box: int, vector: int):
         """Where the calling thread's 8 elements number `vector` of a box are.
 
-        The 128-byte swizzle exclusive-ors bits 4-6 of an address with its bits 7-9, here the row modulo 8. Written out,
-        so that a thread needs one register and one instruction for any of its addresses.
+        The 128-byte swizzle exclusive-ors bits 4-6 of an address with its bits 7-9, here the row modulo 8.
+        Written out, so that a thread needs one register and one instruction for any of its addresses.
         """
         lane = cute.arch.lane_idx()
         row = cute.recast_ptr(self.shared.iterator, dtype=Int32).toint() + self.first * BOX_BYTES + lane * 128
@@ -111,5 +111,9 @@ class WarpBoxes:
     def _partition(self, tma):
         tiles = cute.local_tile(tma.tensor, (BOX_ROWS, BOX_COLUMNS), (None,) * cute.rank(tma.tensor))
         return cpasync.tma_partition(
-            tma.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(tiles, 0, 2))
-
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.shared, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )

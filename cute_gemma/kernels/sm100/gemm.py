@@ -1,33 +1,39 @@
-"""The GEMM main loop for sm_100a that the projections share: persistent, warp-specialised, tcgen05 with TMEM.
+"""The GEMM main loop for sm_100a that all projections share: persistent, warp-specialised, tcgen05 with TMEM.
 
-What it computes: for every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16 operands, handed
-rounded to bf16 and handed row by row to an epilogue. What A, B and the epilogue are is the business of a subclass.
+For every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16 operands; its rows,
+rounded to bf16, go to an epilogue. What A, B and the epilogue are is the business of a subclass: this file
+moves the data.
 
-    global A, B --TMA--> shared stages --tcgen05.mma--> TMEM accumulators (2) --tcgen05.ld--> bf16 row --> epilogue
+    global A, B --TMA--> shared stages --tcgen05.mma--> TMEM accumulators --tcgen05.ld--> rows --> epilogue
 
-Six warps a CTA, each a method below, in the order data meets them:
-    warp 5     `produce`   one k block (64 elements of K) of A and B a stage, through TMA
-    warp 4     `multiply`  four K=16 MMAs a stage; with cta_group 2 only in the leading CTA of the pair
-    warps 0-3  `consume`   one warp per TMEM lane quarter, so that thread t owns accumulator row t of its CTA; it takes
-                           the row to registers and gives the accumulator back before the epilogue's work. With two
-                           accumulators the next tile is being multiplied meanwhile.
+Six warps a CTA in three roles, each a method below, in the order data meets them:
 
-Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
-a workspace: every epilogue warp writes its 32 rows of the piece, then counts itself in; the one that completes the
-count adds all pieces in K order, puts the sum back in TMEM and goes on as if the tile had been whole. Nobody waits.
-The count is left at zero, so the workspace needs zeroing once, when it is allocated.
+    warp 5     `produce`    one k block (64 elements of K) of A and B a stage, through TMA
+    warp 4     `multiply`   four K=16 MMAs a stage; of a CTA pair (cta_group::2) the leading CTA issues them
+    warps 0-3  `consume`    one warp per TMEM lane quarter, so that a thread owns a row of the accumulator. It
+                            takes the row to registers and gives the accumulator back before the epilogue's
+                            work. There are two accumulators: the next tile is being multiplied meanwhile.
 
-To make a GEMM, subclass `PersistentGemm` and give it
-    `operand_majors`            which mode of A and B is contiguous, for each kind of tile (one kind or several)
-    `loads(tma, mmas, ...)`     a `Loads` object: how to fetch k block k of a tile; early and late parts (see PDL)
-    `epilogue(...)`             what becomes of a finished row; `prefetch` and `skip` go with it
-and call `launch` from its host entry.
+Every role walks the same units of work, see kernels/common/schedule.py. A tile that several workers share
+over K is added up through a workspace: an epilogue warp writes out its 32 rows of the piece, then counts
+itself in. The one that completes the count adds all pieces in K order, puts the sum back in TMEM and goes on
+as if the tile had been whole; nobody waits. The count is left at zero, so a workspace needs zeroing once,
+when it is allocated, and must not be used by two launches at a time.
 
-PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages before
-griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
+To make a GEMM, subclass `PersistentGemm` and provide
 
-Budgets (PTX ISA, "Tensor Memory"; CUDA programming guide, "Compute capabilities" for 10.0): 227 KB of shared memory
-a CTA; 128 lanes x 512 columns of TMEM, so two fp32 accumulators may have up to 256 columns each.
+    operand_majors      which mode of A and B is contiguous in memory, for each kind of tile (often one)
+    loads(...)          an object whose `early` and `late` fetch one k block of a unit into a stage
+    epilogue(...)       what becomes of a finished row; `prefetch` and `skip` go with it
+
+and call `launch` from the host entry. out_proj.py is the shortest example.
+
+Programmatic dependent launch: `early` loads must not depend on the preceding kernel in the stream (weights do
+not); they fill the stages before griddepcontrol.wait. All else comes after it. launch_dependents follows the
+last load.
+
+Budgets: 227 KB of shared memory a CTA (CUDA programming guide, compute capability 10.0); 128 lanes x 512
+columns of TMEM (PTX ISA, "Tensor Memory"), so each of two fp32 accumulators may have up to 256 columns.
 """
 
 from __future__ import annotations
@@ -95,8 +101,12 @@ class TmaPartition:
     def load(self, stage, barrier, *coordinates):
         """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
         cute.copy(
-            self.atom, self.tiles[(None, *coordinates)], self.shared[(None, stage)],
-            tma_bar_ptr=barrier, mcast_mask=self.mask)
+            self.atom,
+            self.tiles[(None, *coordinates)],
+            self.shared[(None, stage)],
+            tma_bar_ptr=barrier,
+            mcast_mask=self.mask,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +129,11 @@ class PersistentGemm:
     clusters: bool = False  # whether loads and epilogue place rows by rank, as tuning.cluster_m > 1 needs
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
 
-    # ---- shapes ---------------------------------------------------------------------------------------------------
+    # ---- shapes -------------------------------------------------------------------------------------------
 
     @property
     def stage_count(self) -> int:
-        """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else ValueError."""
+        """Stages that fit beside the epilogue's buffers, or the tuning's; ValueError if those do not fit."""
         boxes = EPILOGUE_WARPS * self.boxes * BOX_BYTES
         header = -(-(BARRIER_BYTES + self.scratch_bytes) // ALIGNMENT) * ALIGNMENT
         free = SMEM_BYTES - header - boxes
@@ -155,23 +165,29 @@ class PersistentGemm:
             sm100.make_smem_layout_b(tiled_mma, self.mma_tiler, BFloat16, self.stage_count),
         )
 
-    # ---- host -----------------------------------------------------------------------------------------------------
+    # ---- host ---------------------------------------------------------------------------------------------
 
     def tma_a(self, tensor, kind: int = 0) -> TmaTensor:
         """Load descriptor for an A operand, (M, K) or (M, K, L)."""
         mma = self.tiled_mmas()[kind]
         layout = cute.slice_(self.stage_layouts(mma)[0], (None, None, None, 0))
         op = sm100.cluster_shape_to_tma_atom_A((self.tuning.ctas, 1), mma.thr_id)
-        return TmaTensor(*cute.nvgpu.make_tiled_tma_atom_A(
-            op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape))
+        return TmaTensor(
+            *cute.nvgpu.make_tiled_tma_atom_A(
+                op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape
+            )
+        )
 
     def tma_b(self, tensor, kind: int = 0) -> TmaTensor:
         """Load descriptor for a B operand, (N, K) or (N, K, L)."""
         mma = self.tiled_mmas()[kind]
         layout = cute.slice_(self.stage_layouts(mma)[1], (None, None, None, 0))
         op = sm100.cluster_shape_to_tma_atom_B((self.tuning.cluster, 1), mma.thr_id)
-        return TmaTensor(*cute.nvgpu.make_tiled_tma_atom_B(
-            op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape))
+        return TmaTensor(
+            *cute.nvgpu.make_tiled_tma_atom_B(
+                op, tensor, layout, self.mma_tiler, mma, self.cluster_layout(mma).shape
+            )
+        )
 
     def tma_store(self, tensor) -> TmaTensor:
         """Store descriptor for a row-major (M, N) output, box by box."""
@@ -210,7 +226,7 @@ class PersistentGemm:
             use_pdl=True,
         )
 
-    # ---- device entry ---------------------------------------------------------------------------------------------
+    # ---- device entry -------------------------------------------------------------------------------------
 
     @cute.kernel
     def kernel(self, mmas: tuple, tma: Any, schedule: TileSchedule, workspace: Any):
@@ -263,14 +279,15 @@ class PersistentGemm:
             tmem.wait_for_alloc()
             tmem.relinquish_alloc_permit()
             address = tmem.retrieve_ptr(Float32)
-            self.consume(pipelines.accumulators, address, (tma, scratch, boxes), workspace,
-                         (schedule, worker, rank))
+            self.consume(
+                pipelines.accumulators, address, (tma, scratch, boxes), workspace, (schedule, worker, rank)
+            )
             boxes.finish()
             pipeline.NamedBarrier(barrier_id=2, num_threads=EPILOGUE_WARPS * WARP).arrive_and_wait()
             tmem.free(address)
 
     def make_pipelines(self, storage, cluster) -> Pipelines:
-        """Barriers: a stage is full when its bytes have landed and empty when its MMAs are done; likewise TMEM."""
+        """A stage is full when its bytes have landed, and empty when its MMAs are done; likewise in TMEM."""
         one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
         warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS * self.tuning.ctas)
         return Pipelines(
@@ -294,14 +311,20 @@ class PersistentGemm:
         )
 
     def stage_views(self, mmas, a_shared, b_shared) -> tuple:
-        """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major modes."""
+        """(A, B) shared tensors for each kind of tile: the same bytes, laid out for its major modes."""
         views = []
         for mma in mmas:
             a_layout, b_layout = self.stage_layouts(mma)
-            views.append((
-                cute.make_tensor(cute.recast_ptr(a_shared.iterator, a_layout.inner, BFloat16), a_layout.outer),
-                cute.make_tensor(cute.recast_ptr(b_shared.iterator, b_layout.inner, BFloat16), b_layout.outer),
-            ))
+            views.append(
+                (
+                    cute.make_tensor(
+                        cute.recast_ptr(a_shared.iterator, a_layout.inner, BFloat16), a_layout.outer
+                    ),
+                    cute.make_tensor(
+                        cute.recast_ptr(b_shared.iterator, b_layout.inner, BFloat16), b_layout.outer
+                    ),
+                )
+            )
         return tuple(views)
 
     def accumulators(self, mma, address):
@@ -315,17 +338,21 @@ class PersistentGemm:
 
     def partition_a(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
         """This CTA's part of an A operand; tiles are indexed (tile_m, k block, ...)."""
-        tiles = cute.local_tile(tma.tensor, cute.select(self.mma_tiler, mode=[0, 2]), (None,) * cute.rank(tma.tensor))
+        tiles = cute.local_tile(
+            tma.tensor, cute.select(self.mma_tiler, mode=[0, 2]), (None,) * cute.rank(tma.tensor)
+        )
         return self._partition(tma.atom, shared, mma.get_slice(rank % self.tuning.ctas).partition_A(tiles))
 
     def partition_b(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
         """This CTA's part of a B operand; tiles are indexed (tile_n, k block, ...)."""
-        tiles = cute.local_tile(tma.tensor, cute.select(self.mma_tiler, mode=[1, 2]), (None,) * cute.rank(tma.tensor))
+        tiles = cute.local_tile(
+            tma.tensor, cute.select(self.mma_tiler, mode=[1, 2]), (None,) * cute.rank(tma.tensor)
+        )
         tiles = mma.get_slice(rank % self.tuning.ctas).partition_B(tiles)
         return self._partition(tma.atom, shared, tiles, self.b_sharers(mma, rank))
 
     def b_sharers(self, mma, rank):
-        """(place among them, how many, mask) of the CTAs that fetch this CTA's part of B together, or None."""
+        """(place among them, count, mask) of the CTAs that fetch this CTA's part of B together, or None."""
         if self.tuning.cluster_m == 1:
             return None
         cluster = self.cluster_layout(mma)
@@ -337,10 +364,15 @@ class PersistentGemm:
     def _partition(atom, shared, tiles, sharers=None) -> TmaPartition:
         place, count, mask = sharers or (0, 1, None)
         shared, tiles = cpasync.tma_partition(
-            atom, place, cute.make_layout(count), cute.group_modes(shared, 0, 3), cute.group_modes(tiles, 0, 3))
+            atom,
+            place,
+            cute.make_layout(count),
+            cute.group_modes(shared, 0, 3),
+            cute.group_modes(tiles, 0, 3),
+        )
         return TmaPartition(atom, shared, tiles, mask)
 
-    # ---- what a subclass provides ---------------------------------------------------------------------------------
+    # ---- what a subclass provides -------------------------------------------------------------------------
 
     def loads(self, tma, mmas, operands, rank):
         """An object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit."""
@@ -350,8 +382,8 @@ class PersistentGemm:
         """Epilogue work before the accumulator of the worker's unit number `index` is awaited."""
 
     def epilogue(self, pairs: list, unit: Unit, index, io: tuple, row) -> None:
-        """Finish a tile. pairs: the thread's accumulator row as tile_n / 2 bf16 pairs; row: the calling warp's first
-        row in the tile; io = (tma, scratch, WarpBoxes)."""
+        """Finish a tile. pairs: the thread's accumulator row as tile_n / 2 bf16 pairs; row: the calling
+        warp's first row in the tile; io = (tma, scratch, WarpBoxes)."""
         raise NotImplementedError
 
     def skip(self, unit: Unit, index, io: tuple, row) -> None:
@@ -368,11 +400,11 @@ class PersistentGemm:
     def prepare_epilogue(self, tma, scratch) -> None:
         """Work of the epilogue warps before the first tile that depends on no preceding kernel."""
 
-    # ---- roles ----------------------------------------------------------------------------------------------------
+    # ---- roles --------------------------------------------------------------------------------------------
 
     @cute.jit
     def produce(self, stages, loads, schedule, worker):
-        """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency wait."""
+        """TMA warp: keep the stages full. Early operands of the first stages precede the dependency wait."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
         count = schedule.unit_count(worker)
 
@@ -482,7 +514,8 @@ class PersistentGemm:
 
     @cute.jit
     def add_pieces(self, rows, unit, workspace, place, row):
-        """Deliver this warp's 32 rows of a piece; True for the warp that completes them, with the sum back in TMEM.
+        """Deliver this warp's 32 rows of a piece; True for the warp that completes them, with the sum back in
+        TMEM.
 
         The sum runs over the pieces in K order whoever completes it, so it does not depend on timing.
         """
@@ -523,9 +556,10 @@ class PersistentGemm:
         return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
 
     def partial_rows(self, workspace, slot, row):
-        """The calling thread's row of a slot, (CHUNK, chunks): a warp touches 512 contiguous bytes at a time."""
+        """The calling thread's row of a slot, (CHUNK, chunks); a warp's access covers 512 bytes in a row."""
         block = (slot * (self.tuning.unit_rows // WARP) + row // WARP) * Int64(WARP * self.tuning.tile_n)
         base = workspace.partials.iterator + block + cute.arch.lane_idx() * 4
         layout = cute.make_layout(
-            ((4, CHUNK // 4), self.tuning.tile_n // CHUNK), stride=((1, 4 * WARP), CHUNK * WARP))
+            ((4, CHUNK // 4), self.tuning.tile_n // CHUNK), stride=((1, 4 * WARP), CHUNK * WARP)
+        )
         return cute.make_tensor(base.align(16), layout)

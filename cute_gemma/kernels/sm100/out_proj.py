@@ -1,7 +1,7 @@
 """Output projection for sm_100a: out[m, c] = bf16(sum_k attn[m, k] * wo[c, k]).
 
-Shapes: attn [M, H*D], wo [C, H*D], out [M, C], all bf16, row-major. Any M >= 1; C and H*D divisible by 8 (TMA needs
-rows of a multiple of 16 bytes). Tiles at the edges are clipped by TMA.
+Shapes: attn [M, H*D], wo [C, H*D], out [M, C], all bf16, row-major. Any M >= 1; C and H*D divisible by 8 (TMA
+needs rows of a multiple of 16 bytes). Tiles at the edges are clipped by TMA.
 """
 
 from __future__ import annotations

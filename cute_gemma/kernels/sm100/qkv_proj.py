@@ -3,18 +3,22 @@
     q = rope(norm(x wq^T, q_norm)), k = rope(norm(x wk^T, k_norm)), v = x wv^T
 
 Shapes, all bf16 and row-major: x [M, C]; wq [H*D, C]; wk, wv [KV*D, C]; q_norm, k_norm [D]; cos, sin [M, D];
-q [M, H*D]; k, v [M, KV*D]. Any M >= 1, C divisible by 8, D 128 or 256. The maths and its roundings are those of
-kernels/common/norm_rope.py, applied to projections rounded to bf16; each row of each head is normalised by itself.
+q [M, H*D]; k, v [M, KV*D]. Any M >= 1, C divisible by 8, D 128 or 256. The maths and its roundings are those
+of kernels/common/norm_rope.py, applied to projections rounded to bf16; each row of each head is normalised by
+itself.
 
-The columns of q, k and v are one row of output tiles: the tile's number picks the weight and its TMA descriptor, so
-nothing is concatenated. A tile is one or two whole heads wide, and a thread owns a row of it, so the mean of squares and
-the pairs (d, d + D/2) stay within a thread. Edges, and a last tile that is not full of heads, are clipped by TMA.
+The columns of q, k and v are one row of output tiles: the tile's number picks the weight and its TMA
+descriptor, so nothing is concatenated. A tile is one or two whole heads wide, and a thread owns a row of it,
+so the mean of squares and the pairs (d, d + D/2) stay within a thread. Edges, and a last tile that is not
+full of heads, are clipped by TMA.
 
-Epilogue: cos and sin of a warp's 32 rows are fetched by TMA while the tile is being multiplied, as many columns as
-four boxes hold (64 of each half of a head, a *step*); the rotated values take their place and leave by TMA again.
+Epilogue: cos and sin of a warp's 32 rows are fetched by TMA while the tile is being multiplied, as many
+columns as four boxes hold (64 of each half of a head, a *step*); the rotated values take their place and
+leave by TMA again.
 
-With `save_for_backward` the kernel also writes what the backward needs, row by row because 128 rows may cross a batch:
-q_rstd [B, H, S, 1], k_rstd [B, KV, S, 1] in fp32 and q_normed [B, H, S, D], k_normed [B, KV, S, D] = bf16(t * rstd).
+With `save_for_backward` the kernel also writes what the backward needs, row by row because 128 rows may cross
+a batch: q_rstd [B, H, S, 1], k_rstd [B, KV, S, 1] in fp32 and q_normed [B, H, S, D], k_normed [B, KV, S, D] =
+bf16(t * rstd).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cute_gemma.jit.signature import ScalarArg, TensorArg
+from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common import bf16, norm_rope
 from cute_gemma.kernels.common.schedule import Section, plan, select
 from cute_gemma.kernels.sm100.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, PAIRS, VECTORS
@@ -55,7 +59,7 @@ class QKVTma:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward needs, pairs in order q, k: normed [B, heads, S, D], rstd [B, heads, S, 1]; rows = B * S."""
+    """For the backward, in order q, k: normed [B, heads, S, D], rstd [B, heads, S, 1]; rows: B * S."""
 
     normed: tuple
     rstd: tuple
@@ -133,8 +137,9 @@ def default_tuning(
 class QKVProjection(PersistentGemm):
     """hidden: C; heads: H; kv_heads: KV; head_dim: D. qk_norm: normalise q and k before RoPE.
 
-    save_for_backward: also write rstd and normed of q and k (needs qk_norm). tuning: see `default_tuning`; its tile_n
-    is a multiple of head_dim, as the default, one CTA and one head a tile, has it. Raises ValueError for sizes it does not support.
+    save_for_backward: also write rstd and normed of q and k (needs qk_norm). tuning: see `default_tuning`;
+    its tile_n is a multiple of head_dim, as the default, one CTA and one head a tile, has it. Raises
+    ValueError for sizes it does not support.
     """
 
     hidden: int
@@ -162,7 +167,7 @@ class QKVProjection(PersistentGemm):
 
     clusters = True
 
-    # ---- host -----------------------------------------------------------------------------------------------------
+    # ---- host ---------------------------------------------------------------------------------------------
 
     def signature(self) -> tuple:
         q, kv, d = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.head_dim
@@ -202,7 +207,7 @@ class QKVProjection(PersistentGemm):
         v: cute.Tensor,
         *rest,
     ):
-        """Host entry. rest: the arguments of `signature` from q_norm_weight on, as far as they are there; the stream."""
+        """Host entry. rest: what `signature` lists from q_norm_weight on; the stream."""
         norms = rest[:2] if cutlass.const_expr(self.qk_norm) else ()
         saved = None
         if cutlass.const_expr(self.save_for_backward):
@@ -233,7 +238,7 @@ class QKVProjection(PersistentGemm):
         per_tile = self.tuning.tile_n // self.head_dim
         return -(-self.heads // per_tile), -(-self.kv_heads // per_tile)
 
-    # ---- device ---------------------------------------------------------------------------------------------------
+    # ---- device -------------------------------------------------------------------------------------------
 
     @property
     def boxes(self) -> int:
@@ -280,7 +285,7 @@ class QKVProjection(PersistentGemm):
         return part, unit.n - before, unit.m * self.tuning.unit_rows + row
 
     def barrier(self, scratch, step: int):
-        """This warp's barrier for a step. It completes once a unit, so its phase is the parity of the unit's index."""
+        """This warp's barrier for a step. It completes once a unit: its phase is the unit index's parity."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         return scratch.barriers + warp * self.steps + step
 
@@ -333,7 +338,9 @@ class QKVProjection(PersistentGemm):
             saved_rows = [None] * len(heads)
             if cutlass.const_expr(self.save_for_backward):
                 first_head = tile * len(heads)
-                saved_rows = [self.saved_row(tma.saved, part, first_row, first_head + h) for h in range(len(heads))]
+                saved_rows = [
+                    self.saved_row(tma.saved, part, first_row, first_head + h) for h in range(len(heads))
+                ]
                 for saved_row, inverse in zip(saved_rows, inverses):
                     saved_row.save_rstd(inverse)
             for step in cutlass.range_constexpr(self.steps):
@@ -342,7 +349,9 @@ class QKVProjection(PersistentGemm):
                     self.fetch(step, cutlass.Boolean(True), io, first_row)
                     cute.arch.mbarrier_wait(self.barrier(scratch, step), index % 2)
                 for vector in cutlass.range_constexpr(VECTORS):
-                    self.rotate_vector(tuple(zip(heads, inverses, saved_rows)), (step, vector, part), scratch, boxes)
+                    self.rotate_vector(
+                        tuple(zip(heads, inverses, saved_rows)), (step, vector, part), scratch, boxes
+                    )
                 boxes.publish()
                 targets = [
                     (box_row, box_column + head * 2 * self.steps + step + half * self.steps)
@@ -385,7 +394,7 @@ class QKVProjection(PersistentGemm):
             boxes.write(2 * head + 1, vector, [high for _, high in rotated])
 
     def saved_row(self, saved, part, first_row, head) -> SavedRow:
-        """The calling thread's row of q or k's head number `head`; row m of the tile is (m // S, m % S) of [B, S]."""
+        """The calling thread's row of head number `head` of q or k; row m is (m // S, m % S) of [B, S]."""
         m = first_row + cute.arch.lane_idx()
         seq = saved.normed[Q].shape[2]
         heads = select(part == Q, self.heads, self.kv_heads)
@@ -401,5 +410,7 @@ class QKVProjection(PersistentGemm):
         """(1 + w) of the 8 columns from pair `column` on, as PAIRS fp32 pairs."""
         values = cute.make_rmem_tensor(2 * PAIRS, Float32)
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
-        cute.copy(atom, cute.local_tile(scratch.weights[None, part], (2 * PAIRS,), (column // PAIRS,)), values)
+        cute.copy(
+            atom, cute.local_tile(scratch.weights[None, part], (2 * PAIRS,), (column // PAIRS,)), values
+        )
         return [(values[2 * i], values[2 * i + 1]) for i in range(PAIRS)]

@@ -1,8 +1,8 @@
 """Accumulators in tensor memory as an epilogue reads them: one thread a row.
 
-With the 32x32b shape of tcgen05.ld, warp w of a warpgroup reaches TMEM lanes 32 w .. 32 w + 31 and thread t of it
-receives lane t, register i being column i (PTX ISA, "tcgen05.ld", shape .32x32b). An accumulator of 128 rows has row r
-in lane r, whether one CTA computes it or a pair (each CTA then holds its 128 of the 256 rows).
+With the 32x32b shape of tcgen05.ld, warp w of a warpgroup reaches TMEM lanes 32 w .. 32 w + 31 and thread t
+of it receives lane t, register i being column i (PTX ISA, "tcgen05.ld", shape .32x32b). An accumulator of 128
+rows has row r in lane r, whether one CTA computes it or a pair (each CTA then holds its 128 of the 256 rows).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ CHUNK = 32  # columns a tcgen05.ld or .st moves
 class AccumulatorRows:
     """The calling thread's row of one accumulator, in chunks of 32 fp32 columns; made by `accumulator_rows`.
 
-    Values travel as 32-bit words. As fp32 the compiler would pair them up right after the load, ahead of the wait that
-    makes them valid (PTX ISA, "tcgen05.wait": registers of a tcgen05.ld are not to be touched before).
+    Values travel as 32-bit words. As fp32 the compiler would pair them up right after the load, ahead of the
+    wait that makes them valid (PTX ISA, "tcgen05.wait": registers of a tcgen05.ld are not to be touched
+    before).
 
     source, target: that row as tcgen05.ld and .st address it, (..., chunk).
     """
@@ -62,9 +63,11 @@ def accumulator_rows(address, columns: int, slot) -> AccumulatorRows:
     chunks = cute.flat_divide(cute.make_tensor(words, layout), (128, CHUNK))  # (128, CHUNK, 1, N/CHUNK, 2)
     one = chunks[None, None, 0, 0, 0]
     load = tcgen05.make_tmem_copy(
-        cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Int32), one)
+        cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition(CHUNK)), Int32), one
+    )
     store = tcgen05.make_tmem_copy(
-        cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Int32), one)
+        cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(CHUNK)), Int32), one
+    )
     source = load.get_slice(thread).partition_S(chunks)[None, None, None, 0, None, slot]
     target = store.get_slice(thread).partition_D(chunks)[None, None, None, 0, None, slot]
     return AccumulatorRows(load, store, source, target, columns // CHUNK)
@@ -77,11 +80,11 @@ def _row_shape(load):
 
 @dsl_user_op
 def fence_after_sync(*, loc=None, ip=None) -> None:
-    """tcgen05.fence::after_thread_sync: later tcgen05 operations come after what a barrier wait has ordered."""
+    """tcgen05.fence::after_thread_sync: later tcgen05 operations follow what a barrier wait has ordered."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fence_before_sync(*, loc=None, ip=None) -> None:
-    """tcgen05.fence::before_thread_sync: earlier tcgen05 operations come before what a barrier arrive publishes."""
+    """tcgen05.fence::before_thread_sync: earlier tcgen05 operations precede what an arrive publishes."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)

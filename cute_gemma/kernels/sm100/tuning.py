@@ -1,7 +1,8 @@
 """Chooses tile shape and schedule of a GEMM from its sizes, by counting the cycles of the candidates.
 
-The count is coarse, but what decides is coarse too: how many tiles the last round is short of, whether a tile is wide
-enough for its operands to arrive as fast as they are multiplied, and what adding up split tiles costs.
+The count is coarse, but what decides is coarse too: how many tiles the last round is short of, whether a tile
+is wide enough for its operands to arrive as fast as they are multiplied, and what adding up split tiles
+costs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ class GemmTuning:
     """Tile shape and schedule of a GEMM.
 
     tile_m: rows of an accumulator over its CTAs, 128 (one CTA) or 256 (a CTA pair, cta_group::2).
-    cluster_m: accumulators, one below the other, whose CTAs form a cluster, walk together and share B by multicast.
-    tile_n: columns of an accumulator, a multiple of 64 up to 256. stages: shared-memory stages (None: as many as fit).
-    stream_k: split tiles over K where whole tiles would leave workers idle. group_m: tile rows walked together.
+    cluster_m: accumulators, one below the other, whose CTAs form a cluster, walk together and share B by
+    multicast.
+    tile_n: columns of an accumulator, a multiple of 64 up to 256. stages: shared-memory stages (None: as many
+    as fit).
+    stream_k: split tiles over K where whole tiles would leave workers idle. group_m: tile rows walked
+    together.
     sm_count: CTAs resident at once.
     """
 
@@ -49,7 +53,9 @@ class GemmTuning:
         if self.cluster_m not in (1, 2, 4):
             raise ValueError(f"cluster_m: {self.cluster_m}, expected 1, 2 or 4")
         if self.sm_count < self.cluster:
-            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.cluster} CTAs of one cluster")
+            raise ValueError(
+                f"sm_count: {self.sm_count}, expected at least the {self.cluster} CTAs of one cluster"
+            )
         if self.group_m < 1:
             raise ValueError(f"group_m: {self.group_m}, expected at least 1")
         if self.stages is not None and self.stages < 2:
@@ -127,7 +133,7 @@ def gemm_cycles(tuning: GemmTuning, rows: int, columns: tuple[int, ...], inner: 
 
 
 def block_cycles(tuning: GemmTuning) -> float:
-    """Cycles of one k block of a tile: the tensor cores' or the operands' way from L2, whichever is longer."""
+    """Cycles of one k block of a tile: the tensor cores', or the operands' way from L2 if longer."""
     rate = FLOPS_PER_CYCLE * (NARROW_RATE if tuning.tile_n == 64 else 1)
     fetched = (128 + tuning.tile_n // tuning.cluster) * BLOCK_K * 2
     return max(2 * 128 * tuning.tile_n * BLOCK_K / rate, fetched / L2_BYTES_PER_CYCLE)
