@@ -397,9 +397,9 @@ class Attention:
         mine = group if self.tuning.query_tiles == 2 else Int32(0)
         count, _, _, sum0, sum1 = self.walk(partial(self._softmax_visit, rows, source, mine), state, work, mine)
         total = sum0 + sum1
-        column, o_full = Int32(0), bars.o_full
+        column, ready = Int32(0), (bars.q_full, bars.o_full)
         if cutlass.const_expr(self.tuning.query_tiles == 2):
-            o_full = bars.o_full + group
+            ready = (bars.q_full + group, bars.o_full + group)
         else:
             sums = cute.make_tensor(scratch[0], cute.make_layout((TILE, GROUPS)))
             sums[rows.thread, group] = total
@@ -408,13 +408,14 @@ class Attention:
             column = group
         if tile < work.tiles:
             coordinate = (column, work.head, work.batch)
-            softmax.write_output(self, rows, sO, out, coordinate, o_full, total, count > 0)
+            softmax.write_output(self, rows, sO, out, coordinate, ready, total, count > 0)
         softmax.arrive(rows, bars.done)
 
     @cute.jit
     def _softmax_visit(self, rows, source, mine, state, j, kind_of):
         """state: tiles done by the query tile; level, running maximum and the two partial sums of the row."""
-        count, *row = state
+        count, level, maximum, sum0, sum1 = state
+        row = (level, maximum, sum0, sum1)
         if cutlass.const_expr(self.tuning.query_tiles == 2):
             row = self._softmax_tile(rows, source, j, kind_of(mine), count, count > 0, row)
         else:

@@ -416,18 +416,23 @@ def _scaled_output(rows, column, factor, packed):
 
 
 @cute.jit
-def write_output(kernel, rows: Rows, sO, out, coordinate, o_full, denominator, started):
+def write_output(kernel, rows: Rows, sO, out, coordinate, ready, denominator, started):
     """O / denominator as bf16 through shared memory, one TMA store a warp; zeros where the row attended to nothing.
 
-    sO: (32, columns, warp); out: TMA atom and (S, D, (H, B)) tensor; coordinate: (block of columns, head, batch). TMA clips the rows beyond the sequence.
+    sO: (32, columns, warp); out: TMA atom and (S, D, (H, B)) tensor; coordinate: (block of columns, head, batch);
+    ready: the query tile's q_full and o_full. TMA clips the rows beyond the sequence.
     """
     columns = kernel.o_columns
     warp = rows.group * (TILE // WARP) + rows.warp
     mine = sO[rows.lane, None, warp]
     inverse = cutlass.select_(denominator > 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))
+    q_full, o_full = ready
     if started:
         cute.arch.mbarrier_wait(o_full, 0)
         fence_after_sync()
+    else:
+        # The memory is q's, which no product has waited for.
+        cute.arch.mbarrier_wait(q_full, 0)
     for i in cutlass.range_constexpr(columns // CHUNK):
         rounded = cute.make_rmem_tensor((CHUNK,), BFloat16)
         packed = cute.make_tensor(cute.recast_ptr(rounded.iterator, dtype=Int32), cute.make_layout(CHUNK // 2))
