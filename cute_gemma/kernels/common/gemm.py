@@ -142,14 +142,22 @@ class Pieces:
         return self.workspace.counters.iterator + self.unit.tile * self.warps + self.warp
 
     @cute.jit
+    def all_others_delivered(self):
+        """Whether every piece but the calling warp's has been counted in."""
+        arrived = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            arrived = cute.arch.load(self._counter(), Int32, sem="acquire", scope="gpu")
+        arrived = cute.arch.shuffle_sync(arrived, 0)
+        cute.arch.sync_warp()
+        return arrived == self.unit.pieces - 1
+
+    @cute.jit
     def deliver(self):
         """Count the calling warp's piece, which it has written, in; True for the warp that completes the count."""
         cute.arch.sync_warp()
         arrived = Int32(0)
         if cute.arch.lane_idx() == 0:
-            cute.arch.fence_acq_rel_gpu()
             arrived = cute.arch.atomic_add(self._counter(), Int32(1), sem="acq_rel", scope="gpu")
-            cute.arch.fence_acq_rel_gpu()
         arrived = cute.arch.shuffle_sync(arrived, 0)
         cute.arch.sync_warp()
         return arrived == self.unit.pieces - 1

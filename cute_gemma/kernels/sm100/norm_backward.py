@@ -1,15 +1,17 @@
 """RMSNorm backward of the query and key heads, the first launch of the QKV backward.
 
 Forward, for one row t of one head: normed = t * rstd, rstd = rsqrt(mean(t^2) + eps), out = normed * (1 + w).
-Backward, with grad the gradient of out (all sums in float32, over the D elements of a row unless said otherwise):
+Backward, with grad the gradient of out (all sums in float32, over the D elements of a row unless said
+otherwise):
 
     g         = bf16(grad * (1 + w))
     grad_t    = bf16(rstd * (g - mean(g * normed) * normed))
     grad_w[d] = sum over every row of grad[d] * normed[d]
 
-A row lies in D / 8 lanes, 16 bytes a lane, so each access is one vector and the mean is a few shuffles. Every CTA
-takes one contiguous chunk of rows and writes one float32 partial sum of grad_w; `fold_partials`, called by the next
-launch, adds the partials in a fixed order. No atomics: equal inputs give equal bits under any schedule.
+A row lies in D / 8 lanes, 16 bytes a lane, so each access is one vector and the mean is a few shuffles. Every
+CTA takes one contiguous chunk of rows and writes one float32 partial sum of grad_w; `fold_partials`, called
+by the next launch, adds the partials in a fixed order. No atomics: equal inputs give equal bits under any
+schedule.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ...jit.signature import Signature, TensorArg
+from ..common import f32x2
 
 VECTOR = 8  # bf16 elements in 16 bytes, the widest access of one thread
 
 
 @dataclass(frozen=True)
 class NormBackwardTuning:
-    """warps of a CTA; rows (pairs of rows at D=128) a warp has in flight; CTAs at most, one a multiprocessor."""
+    """warps of a CTA; rows (pairs of rows at D=128) a warp has in flight; CTAs at most, one a
+    multiprocessor."""
 
     warps: int = 16
     unroll: int = 2
@@ -38,8 +42,8 @@ class NormBackwardTuning:
 def chunk_rows(rows_q, rows_k, tuning: NormBackwardTuning):
     """Rows of a CTA's chunk. Works on Python ints and, in host entries and kernels, on Int32.
 
-    A chunk holds rows of q only or of k only, so ceil(rows_q / chunk) + ceil(rows_k / chunk) <= tuning.ctas has to
-    hold: each division rounds up by less than one. At least one row a warp.
+    A chunk holds rows of q only or of k only, so ceil(rows_q / chunk) + ceil(rows_k / chunk) <= tuning.ctas
+    has to hold: each division rounds up by less than one. At least one row a warp.
     """
     chunk = (rows_q + rows_k + tuning.ctas - 3) // (tuning.ctas - 2)
     return max(chunk, tuning.warps) if isinstance(chunk, int) else cutlass.max(chunk, tuning.warps)
@@ -49,8 +53,8 @@ def chunk_rows(rows_q, rows_k, tuning: NormBackwardTuning):
 class NormBackward:
     """grad_query, q_normed [RQ, D], q_rstd [RQ] -> grad_q [RQ, D]; the same for k; partials [ctas, D].
 
-    RQ = B*H*S rows of q, RK = B*KV*S rows of k, in any order as long as all of a side's tensors share it. Partials of
-    q come first, one a CTA, then those of k. head_dim: 128 or 256.
+    RQ = B*H*S rows of q, RK = B*KV*S rows of k, in any order as long as all of a side's tensors share it.
+    Partials of q come first, one a CTA, then those of k. head_dim: 128 or 256.
     """
 
     head_dim: int
@@ -166,19 +170,20 @@ class NormBackward:
             grad_row, normed_row = widen(grad_raw), widen(normed_raw)
             g = cute.make_rmem_tensor((VECTOR,), cutlass.Float32)
             for i in cutlass.range_constexpr(0, VECTOR, 2):
-                g[i], g[i + 1] = cute.arch.mul_packed_f32x2(_pair(grad_row, i), _pair(scale, i))
+                g[i], g[i + 1] = f32x2.mul(_pair(grad_row, i), _pair(scale, i))
             g = widen(narrow(g))
             total = (cutlass.Float32(0.0), cutlass.Float32(0.0))
             for i in cutlass.range_constexpr(0, VECTOR, 2):
-                total = cute.arch.fma_packed_f32x2(_pair(g, i), _pair(normed_row, i), total)
-            mean = cute.arch.warp_reduction_sum(total[0] + total[1], threads_in_group=lanes) * (1.0 / self.head_dim)
+                total = f32x2.fma(_pair(g, i), _pair(normed_row, i), total)
+            row_sum = cute.arch.warp_reduction_sum(total[0] + total[1], threads_in_group=lanes)
+            mean = row_sum * (1.0 / self.head_dim)
             for i in cutlass.range_constexpr(0, VECTOR, 2):
-                centred = cute.arch.fma_packed_f32x2(_pair(normed_row, i), (-mean, -mean), _pair(g, i))
-                g[i], g[i + 1] = cute.arch.mul_packed_f32x2(centred, (rstd_row, rstd_row))
+                centred = f32x2.fma(_pair(normed_row, i), (-mean, -mean), _pair(g, i))
+                g[i], g[i + 1] = f32x2.mul(centred, (rstd_row, rstd_row))
             if valid:
                 cute.autovec_copy(narrow(g), vector_at(out.iterator, offset))
                 for i in cutlass.range_constexpr(0, VECTOR, 2):
-                    grad_w[i], grad_w[i + 1] = cute.arch.fma_packed_f32x2(
+                    grad_w[i], grad_w[i + 1] = f32x2.fma(
                         _pair(grad_row, i), _pair(normed_row, i), _pair(grad_w, i)
                     )
 

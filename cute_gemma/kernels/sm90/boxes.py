@@ -35,6 +35,10 @@ def box_layout(count: int):
 def box_tma(op, tensor):
     """(atom, coordinate tensor) that moves single boxes of a row-major (M, N) bf16 tensor."""
     layout = cute.select(box_layout(1), mode=[0, 1])
+    # With dynamic extents: a static one of up to a box would give box coordinates stride 0, so that the boxes beyond
+    # the tensor, which TMA clips, would fall on the first one.
+    extents = tuple(Int32(extent) for extent in tensor.shape)
+    tensor = cute.make_tensor(tensor.iterator, cute.make_layout(extents, stride=tensor.stride))
     info = cpasync.make_tiled_tma_atom(op, tensor, layout, (BOX_ROWS, BOX_COLUMNS))
     return info[0], info[1]
 
@@ -47,14 +51,16 @@ class WarpBoxes:
     first: Any
     count: cutlass.Constexpr[int]
 
-    def store(self, tma, blocks: list, targets: list) -> None:
-        """Store box i to `targets[i]` = (row, column, ...) in boxes of the output. blocks[SIXTEENS * i + n]: its columns
-        [16 n, 16 n + 16), see `write`."""
+    def fill(self, blocks: list) -> None:
+        """Fill boxes, ready to be sent. blocks[SIXTEENS * i + n]: columns [16 n, 16 n + 16) of box i, see `write`."""
         self.reclaim()
         for number, fragments in enumerate(blocks):
             self.write(*divmod(number, SIXTEENS), fragments)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
+
+    def send(self, tma, targets: list) -> None:
+        """Store box i to `targets[i]` = (row, column, ...) in boxes of the output, all as one bulk group."""
         shared, tiles = self._partition(tma)
         with cute.arch.elect_one():
             for box, target in enumerate(targets):

@@ -31,6 +31,7 @@ which a consumer thread's accumulators take tile_m * tile_n / 256.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +85,19 @@ class Strip:
         """The four fragments of columns [16 index, 16 index + 16), as `WarpBoxes.write` takes them."""
         return [self.pairs[half][column] for column in (2 * index, 2 * index + 1) for half in (0, 1)]
 
-    def store(self, boxes: WarpBoxes, tma: TmaTensor, *target) -> None:
-        """Store the strip as it is, its first box to `target` = (row, column, ...) in boxes of the output."""
-        row, column, *rest = target
+    def store(self, boxes: WarpBoxes, first: Any, send: Callable[[list], None]) -> None:
+        """Store the strip as it is through the warp's boxes. first: the output's column of boxes that its own first one
+        goes to; send(columns): sends as many boxes to these columns of boxes."""
         per_tile = len(self.pairs[0]) // (BOX_COLUMNS // 8)
-        for first in range(0, per_tile, boxes.count):
-            count = min(boxes.count, per_tile - first)
-            blocks = [self.sixteen(first * SIXTEENS + block) for block in range(count * SIXTEENS)]
-            boxes.store(tma, blocks, [(row, column + first + box, *rest) for box in range(count)])
+        for begin in range(0, per_tile, boxes.count):
+            end = min(begin + boxes.count, per_tile)
+            boxes.fill([self.sixteen(block) for block in range(begin * SIXTEENS, end * SIXTEENS)])
+            send([first + column for column in range(begin, end)])
+
+
+def major_layout(major: str):
+    """The layout of an operand whose K ("k") or whose M or N ("mn") is contiguous, as the helpers name it."""
+    return LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR
 
 
 class PersistentGemm(GemmBase):
@@ -139,12 +145,11 @@ class PersistentGemm(GemmBase):
 
     def stage_layouts(self, kind: int, stages: int | None = None) -> tuple:
         """Shared layouts of A (tile_m, BLOCK_K, STAGE) and B (tile_n, BLOCK_K, STAGE)."""
-        layouts = {"k": LayoutEnum.ROW_MAJOR, "mn": LayoutEnum.COL_MAJOR}
-        a, b = self.operand_majors[kind]
+        a, b = (major_layout(major) for major in self.operand_majors[kind])
         count = stages or self.stage_count
         return (
-            sm90.make_smem_layout_a(layouts[a], self.mma_tiler, BFloat16, count),
-            sm90.make_smem_layout_b(layouts[b], self.mma_tiler, BFloat16, count),
+            sm90.make_smem_layout_a(a, self.mma_tiler, BFloat16, count),
+            sm90.make_smem_layout_b(b, self.mma_tiler, BFloat16, count),
         )
 
     # ---- host -----------------------------------------------------------------------------------------------------
@@ -375,17 +380,32 @@ class PersistentGemm(GemmBase):
     def add_pieces(self, accumulator, pieces):
         """Deliver this warp's part of a piece; True for the warp that completes the tile, with the sum in its place.
 
-        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing.
+        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing. Who finds that all
+        others have delivered keeps its own piece where it is if it is the first or the second: x + y = y + x.
         """
         values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))
-        cute.copy(pieces.atom(), values, pieces.own)
-        complete = pieces.deliver()
+        own = pieces.worker - pieces.unit.first_worker
+        complete = cutlass.Boolean(False)
+        if own < 2:
+            complete = pieces.all_others_delivered()
+        begin, end = Int32(0), Int32(0)
         if complete:
-            values.fill(0.0)
-            for number in cutlass.range(pieces.unit.pieces, unroll=1):
-                source = pieces.piece(pieces.unit.first_worker + number)
+            end = Int32(pieces.unit.pieces)
+        else:
+            cute.copy(pieces.atom(), values, pieces.own)
+            complete = pieces.deliver()
+            if complete:
+                if own < 2:
+                    end = Int32(pieces.unit.pieces)
+                else:
+                    values.fill(0.0)
+                    end = Int32(pieces.unit.pieces)
+                    own = Int32(-1)
+        for number in cutlass.range(begin, end, unroll=1):
+            if number != own:
                 part = cute.make_rmem_tensor(values.shape, Float32)
-                cute.copy(pieces.atom(), source, part)
+                cute.copy(pieces.atom(), pieces.piece(pieces.unit.first_worker + number), part)
                 values.store(values.load() + part.load())
+        if complete:
             pieces.reset()
         return complete

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import cutlass.cute as cute
-
 from cute_gemma.kernels.common.out_proj import OutputProjectionBase
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm
@@ -28,7 +26,8 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     features: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
 
-    @cute.jit
     def epilogue(self, strip, unit, io):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS
-        strip.store(io[2], io[0].out, box_row, unit.n * (self.tuning.tile_n // BOX_COLUMNS))
+        tma, _, boxes = io
+        first = unit.n * (self.tuning.tile_n // BOX_COLUMNS)
+        strip.store(boxes, first, lambda columns: boxes.send(tma.out, [(box_row, column) for column in columns]))

@@ -125,7 +125,9 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         first_row = unit.m * self.tuning.unit_rows + strip.row
         box_row, box_column = first_row // BOX_ROWS, tile * (self.tuning.tile_n // BOX_COLUMNS)
         if part == V:
-            strip.store(boxes, tma.outputs[V], box_row, box_column)
+            strip.store(
+                boxes, box_column,
+                lambda columns: boxes.send(tma.outputs[V], [(box_row, column) for column in columns]))
         else:
             cos, sin = self.read_tables(tma, first_row)
             factors = Factors(cos, sin, scratch, part)
@@ -146,10 +148,11 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             low, high = self.rotated(head, factors, step * (BOX_COLUMNS // 8))
             blocks = [strip.sixteen(index) for strip in (low, high) for index in range(BOX_COLUMNS // 16)]
             targets = [(box_row, column + step), (box_row, column + step + steps)]
+            boxes.fill(blocks)
             if factors.part == Q:
-                boxes.store(tma.outputs[Q], blocks, targets)
+                boxes.send(tma.outputs[Q], targets)
             else:
-                boxes.store(tma.outputs[K], blocks, targets)
+                boxes.send(tma.outputs[K], targets)
 
     def head(self, pairs, tma, place) -> Head:
         """The mean of squares of a head, and where it is saved."""

@@ -122,8 +122,13 @@ def gemm_cycles(tuning: GemmTuning, rows: int, columns: tuple[int, ...], inner: 
     share = split_blocks / busy
     rounds = (tiles - split) // workers
     pieces = ceil(blocks / share) + (0 if busy % split == 0 else 1)
-    exchange = EXCHANGE_CYCLES + (1 + pieces) * tuning.tile_m * tuning.tile_n * 4 / L2_BYTES_PER_CYCLE
+    exchange = exchange_cycles(tuning, pieces)
     return START_CYCLES + share * block + rounds * (blocks * block + epilogue / 2) + exchange + epilogue
+
+
+def exchange_cycles(tuning: GemmTuning, pieces: int) -> float:
+    """Cycles of adding up a tile of so many pieces: one is written, the others are read."""
+    return EXCHANGE_CYCLES + pieces * tuning.tile_m * tuning.tile_n * 4 / L2_BYTES_PER_CYCLE
 
 
 def block_cycles(tuning: GemmTuning) -> float:

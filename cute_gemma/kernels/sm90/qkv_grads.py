@@ -1,0 +1,150 @@
+"""Gradients of the hidden states and of the q, k and v weights for sm_90a: see kernels/common/qkv_grads.py.
+
+wgmma reads bf16 operands whose M or N is the contiguous mode as they lie (PTX ISA, "Strides" of the matrix descriptor
+and imm-trans-a, -b), so wgrad transposes nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import ceil
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16
+from cutlass.cute.nvgpu import cpasync
+
+from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
+from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase
+from cute_gemma.kernels.common.schedule import split_plan
+from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning
+from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
+from cute_gemma.kernels.sm90.gemm import FIRST_CONSUMER, PersistentGemm, major_layout
+from cute_gemma.kernels.sm90.tuning import (
+    CONSUMER_WARPS,
+    EPILOGUE_CYCLES,
+    SM_COUNT,
+    START_CYCLES,
+    GemmTuning,
+    block_cycles,
+    exchange_cycles,
+)
+
+
+@dataclass(frozen=True)
+class QkvGradients(QkvGradientsBase, PersistentGemm):
+    """See QkvGradientsBase. tuning: see `default_tuning`."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tuning: GemmTuning = field(default_factory=GemmTuning)
+    norm: NormBackwardTuning = NormBackwardTuning()
+
+    operand_majors = QkvGradientsBase.operand_majors
+
+    def block_layout(self, kind: int, blocks: int):
+        """Shared layout of blocks of A; a stage holds `blocks_per_cta` of them, one after the other."""
+        return sm90.make_smem_layout_a(
+            major_layout(self.operand_majors[kind][0]), (BLOCK_M, self.tuning.tile_n, BLOCK_K), BFloat16, blocks)
+
+    def tma_block(self, tensor, kind: int) -> TmaTensor:
+        """Load descriptor of A, block by block."""
+        layout = cute.select(self.block_layout(kind, 1), mode=[0, 1])
+        info = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (BLOCK_M, BLOCK_K))
+        return TmaTensor(info[0], info[1])
+
+    def partition_block(self, tma: TmaTensor, kind: int, shared):
+        """A's blocks, indexed (block of M, k block, head of a batch entry)."""
+        layout = self.block_layout(kind, self.stage_count * self.blocks_per_cta)
+        blocks = cute.make_tensor(cute.recast_ptr(shared.iterator, layout.inner, BFloat16), layout.outer)
+        return self._partition(tma, blocks, (BLOCK_M, BLOCK_K))
+
+    @cute.jit
+    def consume(self, source, io, workspace, place):
+        """The norm-weight gradients first, while the stages fill."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_CONSUMER
+        self.fold_partials(io[0], warp, CONSUMER_WARPS)
+        PersistentGemm.consume(self, source, io, workspace, place)
+
+    def epilogue(self, strip, unit, io):
+        """Store the strip to the matrix that its block belongs to."""
+        tma, _, boxes = io
+        block = unit.m * self.unit_blocks + strip.row // BLOCK_M
+        box = strip.row % BLOCK_M // BOX_ROWS
+        first = unit.n * (self.tuning.tile_n // BOX_COLUMNS)
+        strip.store(boxes, first, lambda columns: self.send(tma, boxes, (unit.section, block, box), columns))
+
+    @cute.jit
+    def send(self, tma, boxes, place, columns):
+        section, block, box = place
+        if section == WGRAD:
+            for side in cutlass.range_constexpr(3):
+                begin, end = self.side_range(side, BLOCK_M)
+                if block >= begin and block < end:
+                    row = (block - begin) * (BLOCK_M // BOX_ROWS) + box
+                    boxes.send(tma.grad_weights[side], [(row, column) for column in columns])
+        else:
+            blocks = cute.ceil_div(tma.seq, BLOCK_M)
+            row = block % blocks * (BLOCK_M // BOX_ROWS) + box
+            boxes.send(tma.grad_hidden, [(row, column, block // blocks) for column in columns])
+
+
+# (tile_m, tile_n, cluster_m) of the tunings to choose from.
+_SHAPES = ((128, 64, 1), (128, 128, 1), (128, 128, 2), (256, 128, 1), (256, 128, 2), (128, 256, 1), (128, 256, 2))
+
+
+@lru_cache(maxsize=1024)
+def default_tuning(
+    batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = SM_COUNT
+) -> GemmTuning:
+    """The tuning whose schedule ends first by the cycle counts of tuning.py; heads: H + 2 KV."""
+    blocks = {WGRAD: ceil(heads * head_dim / BLOCK_M), DGRAD: batch * ceil(seq / BLOCK_M)}
+    depth = {WGRAD: batch * ceil(seq / BLOCK_K), DGRAD: heads * head_dim // BLOCK_K}
+
+    def cycles(tuning: GemmTuning) -> float:
+        per_unit, n_tiles = tuning.unit_rows // BLOCK_M, ceil(hidden / tuning.tile_n)
+        tiles = {kind: ceil(blocks[kind] / per_unit) * n_tiles for kind in blocks}
+        return START_CYCLES + (_split_end if tuning.stream_k else _whole_end)(tiles, depth, tuning)
+
+    candidates = [
+        GemmTuning(m, n, stream_k=stream_k, cluster_m=cluster, sm_count=sm_count)
+        for m, n, cluster in _SHAPES
+        for stream_k in (False, True)
+        if cluster <= sm_count
+    ]
+    return min(candidates, key=cycles)
+
+
+def _whole_end(tiles: dict[int, int], depth: dict[int, int], tuning: GemmTuning) -> float:
+    """When the last worker is done if the tiles of both kinds are dealt out, wgrad first, to whoever is free."""
+    epilogue = EPILOGUE_CYCLES * tuning.tile_n
+    costs = {kind: depth[kind] * block_cycles(tuning) + epilogue for kind in tiles}
+    if sum(tiles.values()) > 8 * tuning.workers:
+        return sum(tiles[kind] * costs[kind] for kind in tiles) / tuning.workers + max(costs.values()) / 2
+    ends = [0.0] * tuning.workers
+    for kind in (WGRAD, DGRAD):
+        for _ in range(tiles[kind]):
+            heapq.heapreplace(ends, ends[0] + costs[kind])
+    return max(ends)
+
+
+def _split_end(tiles: dict[int, int], depth: dict[int, int], tuning: GemmTuning) -> float:
+    """The same with stream-K."""
+    total = sum(tiles.values())
+
+    def begin(tile):
+        return min(tile, tiles[WGRAD]) * depth[WGRAD] + max(tile - tiles[WGRAD], 0) * depth[DGRAD]
+
+    split, split_blocks, busy = split_plan(total, begin, tuning.workers)
+    epilogue = EPILOGUE_CYCLES * tuning.tile_n
+    rounds = (total - split) // busy
+    end = rounds * (depth[DGRAD] * block_cycles(tuning) + epilogue)
+    if split:
+        units = 1 + split / busy  # of a worker's share
+        end += split_blocks / busy * block_cycles(tuning) + units * (exchange_cycles(tuning, 2) + epilogue)
+    return end
