@@ -150,9 +150,21 @@ Status exec_mbar_inval(Warp *w, const Op *op, uint32_t mask) {
 
 Status run_arrive(Async *a) {
   async_unlink(a);
+  state(a->warp)->arrivals--;
   Status s = mbar_arrive(a->warp, a->op, a->arrive.cta, a->arrive.offset, a->arrive.count, a->arrive.tx, a->clock, (int)a->arrive.drop);
   async_free(a->warp->launch, a);
   return s;
+}
+
+// What a warp did before it releases comes before what others do once they have acquired: its arrivals at other CTAs'
+// barriers are no longer under way.
+static Status deliver_arrivals(Warp *w) {
+  if (!state(w)->arrivals) return ST_NEXT;
+  for (Async *a = cluster_of(w)->queue_head, *next; a; a = next) {
+    next = a->next;
+    if (a->kind == A_ARRIVE && a->warp == w && async_run(a) == ST_FAULT) return ST_FAULT;
+  }
+  return ST_NEXT;
 }
 
 // mbarrier.arrive[_drop][.expect_tx] and the arrive part of their .noComplete forms.
@@ -171,12 +183,15 @@ Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
       return fault(w, op, FAULT_BARRIER, "a .noComplete arrival completes phase %u of the mbarrier at 0x%x", b->phase, b->offset);
     if (sub & 2) REG64(w, refs[3])[l] = (uint64_t)b->phase << 32 | b->pending;
     if (cta == w->cta || tx) {          // expect_tx must come before the copies of its own thread complete
+      if (!(sub & 16) && deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
       if (mbar_arrive(w, op, cta, address & SMEM_OFFSET, count, tx, sub & 16 ? state(w)->fenced : state(w)->clock, (int)(sub & 8)) == ST_FAULT)
         return ST_FAULT;
       if (w->launch->hazards && !(sub & 16)) clock_publish(w);
       continue;
     }
+    if (deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
     Async *a = async_new(w->launch, A_ARRIVE, w, op);
+    state(w)->arrivals++;
     a->clock = sub & 16 ? NO_CLOCK : clock_snapshot(w);
     a->arrive.cta = cta, a->arrive.offset = address & SMEM_OFFSET, a->arrive.count = count, a->arrive.drop = sub & 8;
     if (async_issue(a) == ST_FAULT) return ST_FAULT;
@@ -280,6 +295,7 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
     named_results(w, op, b, mask);
     return ST_NEXT;
   }
+  if (deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
   const int counted = (op->sub & 4) != 0;
   uint32_t threads = counted ? REG32(w, refs[1])[first_lane(mask)] : w->cta->live_warps * LANES;
   if (!threads || threads % LANES || threads > w->launch->nwarps * LANES)
@@ -320,16 +336,6 @@ static void cluster_complete(Cluster *c) {
   c->generation++;
   if (c->launch->hazards) memcpy(clock_g(c, c->cluster_done), clock_g(c, c->cluster_cur), c->stride * sizeof *c->clocks);
   wake(c, NULL, WAIT_CLUSTER, NULL, 0);
-}
-
-// What a warp did before it releases comes before what others do once they have acquired: its arrivals at other CTAs'
-// barriers are no longer under way.
-static Status deliver_arrivals(Warp *w) {
-  for (Async *a = cluster_of(w)->queue_head, *next; a; a = next) {
-    next = a->next;
-    if (a->kind == A_ARRIVE && a->warp == w && async_run(a) == ST_FAULT) return ST_FAULT;
-  }
-  return ST_NEXT;
 }
 
 // sub bit 0: wait, else arrive; bit 1: relaxed arrive.

@@ -100,6 +100,7 @@ typedef struct {                    // Warp.engine
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
   Groups bulk, cp, wgmma, ld, st;
   uint32_t maxnreg;
+  uint32_t arrivals;                // queued arrivals at barriers of other CTAs
   ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
   uint32_t inits, fenced_inits;     // mbarrier.init so far; those before fence.mbarrier_init
 } WarpState;

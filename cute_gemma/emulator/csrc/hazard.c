@@ -203,12 +203,6 @@ static int conflict(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *
 }
 
 // ---------------------------------------------------------------- shadow entries
-static int before(const Cluster *c, const Agent *x, uint16_t comp, uint32_t epoch, int other_write) {
-  if (x->fifo && comp == x->comp) return 1;
-  if (x->async && other_write && generic_comp(c, comp)) return x->a[comp] >= epoch;
-  return x->g[comp] >= epoch;
-}
-
 static Extra *extra_new(Cluster *c, Shadow *s) {
   if (c->extra_free) {
     s->more = c->extra_free;
@@ -257,13 +251,13 @@ static int extra_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agen
   Extra *e = &c->extra[s->more - 1];
   for (uint32_t i = 0; i < (write ? e->count : e->writes); i++) {
     const Access *o = &e->item[i];
-    if ((o->mask & mask) && !before(c, x, o->comp, o->epoch, i < e->writes))
+    if ((o->mask & mask) && !access_before(c, x, o->comp, o->epoch, i < e->writes))
       return conflict(cta, s, o->mask & mask, write, x, o->comp, o->epoch, o->line, i < e->writes);
   }
   for (uint32_t i = e->count; i-- > (write ? 0 : e->writes);) {
     Access *o = &e->item[i];
     int same = o->comp == x->comp && o->epoch == x->epoch;
-    if (!write && !same && !before(c, x, o->comp, o->epoch, 0)) continue;   // a concurrent reader stays
+    if (!write && !same && !access_before(c, x, o->comp, o->epoch, 0)) continue;   // a concurrent reader stays
     o->mask &= (uint16_t)~mask;
     if (!o->mask) extra_remove(e, i);
   }
@@ -308,10 +302,10 @@ int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
   if (!write && (mask & ~(uint32_t)s->init)) return uninitialised(cta, s, mask, x);
   if (write) s->tag = x->tag;
   if (s->more) return extra_touch(cta, s, mask, write, x);
-  if ((s->wmask & mask) && !before(c, x, s->wcomp, s->wepoch, 1))
+  if ((s->wmask & mask) && !access_before(c, x, s->wcomp, s->wepoch, 1))
     return conflict(cta, s, s->wmask & mask, write, x, s->wcomp, s->wepoch, s->wline, 1);
   if (write) {
-    if ((s->rmask & mask) && !before(c, x, s->rcomp, s->repoch, 0))
+    if ((s->rmask & mask) && !access_before(c, x, s->rcomp, s->repoch, 0))
       return conflict(cta, s, s->rmask & mask, write, x, s->rcomp, s->repoch, s->rline, 0);
     s->rmask &= (uint16_t)~mask;
     int same = s->wcomp == x->comp && s->wepoch == x->epoch;
@@ -322,7 +316,7 @@ int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
     return 1;
   }
   if (!s->rmask || (s->rcomp == x->comp && s->repoch == x->epoch)) s->rmask |= (uint16_t)mask;
-  else if (!(s->rmask & ~mask) && before(c, x, s->rcomp, s->repoch, 0)) s->rmask = (uint16_t)mask;
+  else if (!(s->rmask & ~mask) && access_before(c, x, s->rcomp, s->repoch, 0)) s->rmask = (uint16_t)mask;
   else return spill(cta, s, mask, write, x);
   s->rcomp = x->comp, s->repoch = x->epoch, s->rline = x->line;
   return 1;

@@ -36,18 +36,37 @@ int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size);
 int warp_ordered(Warp *w, uint32_t comp, uint32_t epoch);  // 1 with hazards off
 
-// One shadow entry. The common cases are decided here: the same agent again, or an earlier access that is ordered.
+// Whether an earlier access is ordered before x. What the generic proxy wrote has to be visible to the async proxy too.
+static inline int access_before(const Cluster *c, const Agent *x, uint32_t comp, uint32_t epoch, int other_write) {
+  if (comp == x->comp && x->fifo) return 1;
+  if (x->async && other_write && generic_comp(c, comp)) return x->a[comp] >= epoch;
+  return x->g[comp] >= epoch;
+}
+
+// One shadow entry. The common cases are decided here; whatever is left, conflicts included, goes to shadow_slow.
 static inline int shadow_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
-  if (s->gen == cta->gen && !s->more && !s->barrier && s->wcomp == x->comp && s->wepoch == x->epoch) {
-    if (write && !(s->rmask & mask)) {
-      s->wmask |= (uint16_t)mask;
-      s->init |= (uint16_t)mask;
-      s->wline = x->line;
-      return 1;
-    }
-    if (!write && s->rmask && s->rcomp == x->comp && s->repoch == x->epoch && !(mask & ~s->init)) {
-      s->rmask |= (uint16_t)mask;
-      return 1;
+  if (s->gen == cta->gen && !s->more && !s->barrier) {
+    const int mine = s->wcomp == x->comp && s->wepoch == x->epoch;
+    if (write) {
+      if (mine && !(s->rmask & mask)) {
+        s->wmask |= (uint16_t)mask;
+        s->init |= (uint16_t)mask;
+        s->wline = x->line;
+        return 1;
+      }
+      if (mask == ALL16 && (!s->wmask || access_before(cta->cluster, x, s->wcomp, s->wepoch, 1)) &&
+          (!s->rmask || access_before(cta->cluster, x, s->rcomp, s->repoch, 0))) {
+        *s = (Shadow){.wepoch = x->epoch, .wline = x->line, .wcomp = x->comp, .wmask = ALL16, .init = ALL16, .gen = s->gen, .tag = x->tag};
+        return 1;
+      }
+    } else if (!(mask & ~(uint32_t)s->init)) {
+      const int again = s->rcomp == x->comp && s->repoch == x->epoch;
+      if (again && !(mask & ~(uint32_t)s->rmask)) return 1;
+      if ((!s->rmask || again) && (mine || access_before(cta->cluster, x, s->wcomp, s->wepoch, 1))) {
+        s->rmask |= (uint16_t)mask;
+        s->rcomp = x->comp, s->repoch = x->epoch, s->rline = x->line;
+        return 1;
+      }
     }
   }
   return shadow_slow(cta, s, mask, write, x);

@@ -88,8 +88,9 @@ static Row box_row(const TensorMap *m, const Coord *c, uint32_t row) {
   Row r = {.smem = row * m->box[0] * m->size, .global = m->address};
   int inside = 1;
   for (uint32_t k = 1; k < m->rank; k++) {
-    int64_t at = (int64_t)c->at[k] + row % m->box[k];
-    row /= m->box[k];
+    uint32_t within = k + 1 == m->rank ? row : row % m->box[k];
+    int64_t at = (int64_t)c->at[k] + within;
+    if (k + 1 < m->rank) row /= m->box[k];
     if (at < 0 || at >= (int64_t)m->dim[k]) inside = 0;
     else r.global += (uint64_t)at * m->stride[k];
   }
@@ -104,6 +105,11 @@ static Row box_row(const TensorMap *m, const Coord *c, uint32_t row) {
 
 static void fill_row(uint8_t *smem, uint32_t base, const TensorMap *m, const Row *r, const uint8_t *src) {
   const uint32_t inner = m->box[0] * m->size;
+  if (r->valid == inner && (inner <= 128 || !m->swizzle) && (base + r->smem) % 128 == 0) {
+    const uint32_t at = base + r->smem, flip = swizzled(at, m->swizzle) ^ at;     // bits 4-6, from bits 7-9: the same all along
+    for (uint32_t i = 0; i < inner; i += 16) memcpy(smem + ((at + i) ^ flip), src + i, 16);
+    return;
+  }
   for (uint32_t i = 0; i < inner; i += 16) {
     uint8_t *to = smem + swizzled(base + r->smem + i, m->swizzle);
     if (r->skip <= i && i + 16 <= r->skip + r->valid) {
