@@ -23,7 +23,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import LayoutEnum
 
 from cute_gemma.jit.signature import Signature, TensorArg
-from cute_gemma.kernels.common.softcap import Softcap
+from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP, Softcap
 from cute_gemma.kernels.common.softmax import pack_bf16
 from cute_gemma.kernels.sm90 import attention_softmax as softmax
 
@@ -52,6 +52,8 @@ class AttentionTuning:
     consumers: int = 2
     key_rows: int | None = None
     take_turns: bool = True
+    group: int = 8
+    lag: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Consumer:
     """What one warpgroup works with: its number, its thread's number in it, shared-memory operands and registers.
 
     tQ (…, k blocks); tK, tV (…, k blocks, stage); rS, rO fp32 accumulators; weights: two buffers of P as A operand;
-    sums, maxima, rescale: one a row of the thread. level: of softmax.capped_weights.
+    sums: one a row of the thread. level: of
+    softmax.capped_weights. lazy: state of softmax.lazy_weights.
     """
 
     number: Int32
@@ -81,9 +84,8 @@ class Consumer:
     rO: cute.Tensor
     weights: tuple
     sums: cute.Tensor
-    maxima: cute.Tensor
-    rescale: cute.Tensor
     level: cute.Tensor
+    lazy: softmax.Lazy
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,16 @@ class Attention:
     def shares_q(self) -> bool:
         """Whether out is staged in q's shared memory, because both together leave too little for keys and values."""
         return self.head_dim > 128
+
+    @property
+    def fixed_shift(self) -> bool:
+        """Whether the cap alone bounds the exponents, so that no running maximum is needed."""
+        return self.softcap is not None and self.softcap <= FIXED_SHIFT_CAP
+
+    @property
+    def first_level(self) -> int:
+        """How softmax computes tanh until it knows better: the cheapest way that the cap admits."""
+        return softmax.usable_levels(Softcap(self.scale, self.softcap))[0] if self.fixed_shift else 0
 
     @property
     def stages(self) -> int:
@@ -335,8 +347,13 @@ class Attention:
             cute.make_rmem_tensor(qk_mma.partition_shape_C((ROWS, self.key_rows)), Float32),
             cute.make_rmem_tensor(pv_mma.partition_shape_C((ROWS, self.head_dim)), Float32),
             tuple(weights),
-            *(cute.make_rmem_tensor((softmax.ROWS,), Float32) for _ in range(3)),
+            cute.make_rmem_tensor((softmax.ROWS,), Float32),
             cute.make_rmem_tensor((1,), Int32),
+            softmax.Lazy(
+                cute.make_rmem_tensor((softmax.ROWS,), Float32),
+                cute.make_rmem_tensor((softmax.ROWS,), Float32),
+                cute.make_rmem_tensor((1,), Int32),
+            ),
         )
 
     @cute.jit
@@ -351,8 +368,8 @@ class Attention:
             tile, head, batch, count = self._unit(index, b, s)
             me.rO.fill(0.0)
             me.sums.fill(0.0)
-            me.maxima.fill(softmax.LOWEST)
-            me.level[0] = Int32(0)
+            me.level[0] = Int32(self.first_level)
+            me.lazy.shift.fill(softmax.LOWEST)
             row = (tile * self.tuning.consumers + me.number) * ROWS + (me.thread >> 5) * 16 + ((me.thread & 31) >> 2)
             cute.arch.mbarrier_wait(bars.q_full + me.number, index & 1)
             self._first(me, bars, slot, phase, self._limits(me, row, count - 1, s))
@@ -404,7 +421,7 @@ class Attention:
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         self._arrive(bars.kv_empty + slot)
-        self._weights(me, 0, limits)
+        self._weights(me, 0, limits, True)
 
     @cute.jit
     def _step(self, me, bars, buffers: cutlass.Constexpr, slot, phase, limits: cutlass.Constexpr):
@@ -424,12 +441,13 @@ class Attention:
             self._pass_turn(me)
         warpgroup.wait_group(1)
         self._arrive(bars.kv_empty + slot)
-        raised = self._weights(me, new, limits)
+        me.lazy.raised[0] = Int32(0)
+        self._weights(me, new, limits, False)
         warpgroup.wait_group(0)
         self._arrive(bars.kv_empty + v_slot)
-        if cutlass.const_expr(self.softcap is None):
-            if raised:
-                self._scale_out(me, [me.rescale[0], me.rescale[1]])
+        if cutlass.const_expr(not self.fixed_shift):
+            if me.lazy.raised[0] != 0:
+                self._scale_out(me, [me.lazy.rescale[0], me.lazy.rescale[1]])
 
     @cute.jit
     def _last(self, me, bars, slot, phase):
@@ -441,13 +459,16 @@ class Attention:
         warpgroup.wait_group(0)
         self._arrive(bars.kv_empty + slot)
 
-    def _weights(self, me, buffer, limits):
-        """Weights from rS into P's buffer; whether O must be rescaled, which a fixed shift never needs."""
+    def _weights(self, me, buffer, limits, first):
+        """Weights from rS into P's buffer, for the first key tile of a unit or a later one."""
         rP = cute.recast_tensor(me.weights[buffer], Int32)
-        if self.softcap is None:
-            return softmax.online_weights(me.rS, rP, me.sums, me.maxima, me.rescale, self.scale, limits)
-        softmax.capped_weights(me.rS, rP, me.sums, me.level, Softcap(self.scale, self.softcap), limits, None)
-        return None
+        if not self.fixed_shift:
+            exponent = softmax.any_exponent(self.scale, self.softcap)
+            softmax.lazy_weights(me.rS, rP, me.sums, me.lazy, exponent, limits, first)
+        elif limits is None:
+            softmax.capped_weights(me.rS, rP, me.sums, me.level, Softcap(self.scale, self.softcap), self.tuning.group, self.tuning.lag)
+        else:
+            softmax.capped_weights_within(me.rS, rP, me.sums, Softcap(self.scale, self.softcap), limits)
 
     def _scale_out(self, me, factors):
         for c in range(cute.size(me.rO)):
