@@ -1,4 +1,4 @@
-"""The backward of the QKV projections with QK norm: checks the arguments, plans the launches and runs them."""
+"""The backward of the QKV projections with QK norm: checks arguments, plans the launches and runs them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def qkv_backward(
 ) -> QKVGradients:
     """Gradients of hidden states, projection weights and norm weights from those of the normed q, k and of v.
 
-    The forward pass is t = hidden_states @ weight^T for q, k and v, and for q and k then normed = t * rstd and
-    normed * (1 + norm_weight), with rstd the reciprocal root mean square of each head's row. What follows
+    The forward pass is t = hidden_states @ weight^T for q, k and v, and for q and k then normed = t * rstd
+    and normed * (1 + norm_weight), with rstd the reciprocal root mean square of each head's row. What follows
     there, RoPE, is undone by `rope_backward`.
 
     grad_query, q_normed: [B, H, S, D]; grad_key, grad_value, k_normed: [B, KV, S, D]; hidden_states: [B, S,
@@ -48,7 +48,8 @@ def qkv_backward(
 
     Returns QKVGradients(hidden_states [B, S, C], q_weight [H*D, C], k_weight and v_weight [KV*D, C] in
     bfloat16, q_norm_weight and k_norm_weight [D] in float32). The mathematics is reference.qkv_backward: the
-    gradients of the projections are rounded to bfloat16, all sums are in float32. Equal inputs give equal bits.
+    gradients of the projections are rounded to bfloat16, all sums are in float32. Equal inputs give
+    equal bits.
 
     Raises, before anything is written, compiled or launched: TypeError for a wrong type or dtype, ValueError
     for a wrong shape, stride, alignment or device and for memory that overlaps, each naming the argument,
@@ -179,8 +180,8 @@ def rope_backward(
     contiguous, 16-byte aligned, on one device; D a multiple of 16. target, backend: as in
     `attention_forward`.
 
-    Forward, with halves t = (t1, t2): (t1 cos1 - t2 sin1, t2 cos2 + t1 sin2). Returns new bfloat16 tensors (g1
-    cos1 + g2 sin2, g2 cos2 - g1 sin1), computed in float32. Raises as `qkv_backward` does.
+    Forward, with halves t = (t1, t2): (t1 cos1 - t2 sin1, t2 cos2 + t1 sin2). Returns new bfloat16 tensors
+    (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1), computed in float32. Raises as `qkv_backward` does.
     """
     plan = plan_rope_backward(grad_query, grad_key, cos, sin, target=target, backend=backend)
     plan.run()

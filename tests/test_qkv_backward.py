@@ -54,7 +54,8 @@ SHAPES = {
 
 def arguments() -> dict:
     return {
-        name: torch.zeros(shape, dtype=F32 if name.endswith("rstd") else BF16) for name, shape in SHAPES.items()
+        name: torch.zeros(shape, dtype=F32 if name.endswith("rstd") else BF16)
+        for name, shape in SHAPES.items()
     }
 
 
@@ -134,12 +135,13 @@ def test_a_wrong_shape_says_what_is_wanted(no_launch, name, shape, wanted):
 
 
 def test_sizes_without_kernels_are_named(no_launch):
-    narrow = {name: torch.zeros(*SHAPES[name][:-1], 60, dtype=BF16) for name in ("hidden_states", "q_weight", "k_weight", "v_weight")}
+    wide = ("hidden_states", "q_weight", "k_weight", "v_weight")
+    narrow = {name: torch.zeros(*SHAPES[name][:-1], 60, dtype=BF16) for name in wide}
     with pytest.raises(ValueError, match="^hidden_states: got 60 columns, want a multiple of 8"):
         call(**narrow)
     dim = 64
-    shapes = {name: tuple(dim if extent == D else extent for extent in shape) for name, shape in SHAPES.items()}
-    shapes |= {"q_weight": (H * dim, C), "k_weight": (KV * dim, C), "v_weight": (KV * dim, C), "hidden_states": (B, S, C)}
+    resized = {D: dim, H * D: H * dim, KV * D: KV * dim}
+    shapes = {name: tuple(resized.get(n, n) for n in shape) for name, shape in SHAPES.items()}
     small = {name: torch.zeros(shape, dtype=arguments()[name].dtype) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match="^grad_query: got 64 elements a head, want 128 or 256 on sm_100a"):
         cute_gemma.qkv_backward(**small)
@@ -153,8 +155,12 @@ def test_what_is_wrong_with_out_is_named_and_nothing_is_written(no_launch):
     inputs = arguments()
     wrong = {
         "^out.q_weight: got shape": places(q_weight=torch.zeros(C, H * D, dtype=BF16)),
-        "^out.q_norm_weight: got dtype torch.bfloat16, want torch.float32": places(q_norm_weight=torch.zeros(D, dtype=BF16)),
-        "^out.hidden_states: got memory that overlaps hidden_states": places(hidden_states=inputs["hidden_states"]),
+        "^out.q_norm_weight: got dtype torch.bfloat16, want torch.float32": places(
+            q_norm_weight=torch.zeros(D, dtype=BF16)
+        ),
+        "^out.hidden_states: got memory that overlaps hidden_states": places(
+            hidden_states=inputs["hidden_states"]
+        ),
         "^out.v_weight: got memory that overlaps k_weight": places(v_weight=inputs["k_weight"]),
     }
     for message, out in wrong.items():
@@ -183,7 +189,8 @@ def run(inputs, schedule="lazy"):
 
 
 def realistic(batch, seq, config, seed=0):
-    """Suite inputs, but q_normed, k_normed and their rstd from a forward pass, and weights about 0 for the norms."""
+    """Suite inputs, but q_normed, k_normed and their rstd from a forward pass, and weights about 0 for the
+    norms."""
     inputs = PROBLEM.make_inputs("suite", batch, seq, seed, config)
     generator = torch.Generator().manual_seed(seed + 1)
     made = {}
@@ -214,7 +221,9 @@ def assert_both_rules_hold(inputs, results, batch, seq, config=PROBLEM.config):
 
 
 def make(kind, batch, seq, config=PROBLEM.config):
-    return realistic(batch, seq, config) if kind == "realistic" else PROBLEM.make_inputs(kind, batch, seq, 0, config)
+    if kind == "realistic":
+        return realistic(batch, seq, config)
+    return PROBLEM.make_inputs(kind, batch, seq, 0, config)
 
 
 @pytest.mark.parametrize("kind", ["suite", "realistic", "outliers", "correlated"])

@@ -18,8 +18,8 @@ SECTOR_BYTES = 32  # the unit of global memory access (CUDA C++ Best Practices G
 def describe_traffic(plan: Plan, inputs: Iterable[Tensor]) -> str:
     """Runs the plan's launches in the emulator: a table of what each moves, and totals against the minimum.
 
-    Global traffic counts each 32-byte sector once a launch, read and written apart; TMA bytes count every copy.
-    The minimum is each input and each output once.
+    Global traffic counts each 32-byte sector once a launch, read and written apart; TMA bytes count every
+    copy. The minimum is each input and each output once.
     """
     from ..emulator import Options
 

@@ -47,7 +47,9 @@ def relative_error(out, exact):
     return ((out.double() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("dim, rows_q, rows_k", [(256, 524, 131), (256, 1, 1), (128, 333, 77), (128, 2, 5), (256, 3988, 997)])
+@pytest.mark.parametrize(
+    "dim, rows_q, rows_k", [(256, 524, 131), (256, 1, 1), (128, 333, 77), (128, 2, 5), (256, 3988, 997)]
+)
 def test_gradients_match_the_reference(dim, rows_q, rows_k):
     kernel = NormBackward(dim)
     q, k = side(rows_q, dim, 0), side(rows_k, dim, 1)
@@ -55,7 +57,8 @@ def test_gradients_match_the_reference(dim, rows_q, rows_k):
     for (grad, normed, rstd, weight, out), part in zip((q, k), split_partials(kernel, q, k, partials)):
         args = grad[None, None], weight, rstd[None, None, :, None], normed[None, None]
         eager, _ = reference._norm_backward(*args)
-        # Both round g at the same place, and the result once: they differ where a sum's order tips a rounding.
+        # Both round g at the same place, and the result once: they differ where a sum's order tips a
+        # rounding.
         torch.testing.assert_close(out, eager[0, :, 0], rtol=2**-7, atol=2**-7)
         exact, exact_weight = reference._norm_backward(*(t.double() for t in args))
         eager_error = relative_error(eager, exact)
@@ -69,7 +72,8 @@ def test_results_are_bit_identical_across_schedules():
     for schedule in SCHEDULES:
         q, k = side(333, 128, 0), side(77, 128, 1)
         partials = launch(kernel, q, k, schedule)
-        results.append([t.contiguous().view(torch.uint8) for t in (q[-1], k[-1], *split_partials(kernel, q, k, partials))])
+        tensors = (q[-1], k[-1], *split_partials(kernel, q, k, partials))
+        results.append([t.contiguous().view(torch.uint8) for t in tensors])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
 
@@ -97,7 +101,9 @@ def test_no_stack_and_no_local_memory(kernel):
     assert (report.stack_bytes, report.local_loads, report.local_stores) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("batch, heads, kv_heads, seq, dim", [(2, 4, 1, 37, 256), (3, 6, 2, 11, 128), (1, 1, 1, 1, 64)])
+@pytest.mark.parametrize(
+    "batch, heads, kv_heads, seq, dim", [(2, 4, 1, 37, 256), (3, 6, 2, 11, 128), (1, 1, 1, 1, 64)]
+)
 def test_rope_backward_is_the_gradient_of_rope(batch, heads, kv_heads, seq, dim):
     generator = torch.Generator().manual_seed(0)
     cos, sin = (draw(generator, batch, seq, dim) for _ in range(2))

@@ -1,4 +1,5 @@
-"""The gradients of hidden states and weights: every tile shape, odd sizes, the schedule of two kinds of tile."""
+"""The gradients of hidden states and weights: every tile shape, odd sizes, the schedule of two kinds of
+tile."""
 
 import math
 from dataclasses import dataclass
@@ -76,9 +77,11 @@ class Problem:
 
     def check(self):
         for out, exact in zip(self.results(), self.exact()):
-            # No worse than rounding the exact result, but for the few that fp32 sums tip to the other neighbour.
+            # No worse than rounding the exact result, but for the few that fp32 sums tip to the other
+            # neighbour.
             rounded = relative_error(exact.to(out.dtype), exact)
-            assert relative_error(out, exact) <= 1.01 * rounded + (1e-5 if out.dtype == torch.bfloat16 else 1e-6)
+            slack = 1e-5 if out.dtype == torch.bfloat16 else 1e-6
+            assert relative_error(out, exact) <= 1.01 * rounded + slack
 
 
 def relative_error(out, exact):
@@ -166,7 +169,8 @@ def gemma3_270m_of(tuning):
 
 @pytest.mark.parametrize("case", suite_cases("051"), ids=lambda c: f"{c.batch_size}x{c.seq_len}")
 def test_default_tuning_keeps_the_multiprocessors_busy(case):
-    """The busiest worker has at most 1.6 times the mean, or one tile where there are fewer tiles than workers."""
+    """The busiest worker has at most 1.6 times the mean, or one tile where there are fewer tiles than
+    workers."""
     batch, seq = case.batch_size, case.seq_len
     tuning = default_tuning(batch, seq, 640, 6, 256)
     wgrad = -(-12 // tuning.cluster) * -(-640 // tuning.tile_n)
@@ -205,7 +209,9 @@ class ScheduleProbe:
                     seen[unit.tile, place] = value
 
 
-@pytest.mark.parametrize("sizes", [(6, 5, 64, 16, 5, 24), (12, 5, 2, 1, 5, 24), (3, 1, 7, 50, 2, 3), (1, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(6, 5, 64, 16, 5, 24), (12, 5, 2, 1, 5, 24), (3, 1, 7, 50, 2, 3), (1, 1, 1, 1, 1, 1)]
+)
 @pytest.mark.parametrize("workers", [1, 7, 74])
 def test_filled_schedule_deals_every_tile_once_and_ends_evenly(sizes, workers):
     m0, n0, k0, m1, n1, k1 = sizes

@@ -1,15 +1,15 @@
 """A persistent schedule of two sections of whole tiles, the first with the longer sums.
 
-Round-robin would give a second long tile, or a long and a short one, to workers while others sit idle. Here long tiles
-go round first; then the workers that got one fewer fill up with short tiles, `rounds` of them each, about as many as
-a long tile takes; from there on everybody takes short tiles in turn. With W workers, n long tiles and b = n mod W the
-short tiles are numbered
+Round-robin would give a second long tile, or a long and a short one, to workers while others sit idle. Here
+long tiles go round first; then the workers that got one fewer fill up with short tiles, `rounds` of them
+each, about as many as a long tile takes; from there on everybody takes short tiles in turn. With W workers, n
+long tiles and b = n mod W the short tiles are numbered
 
     rounds 0 .. rounds - 1:  workers b .. W - 1, then
     all later rounds:        workers b .. W - 1, 0 .. b - 1
 
-so that a worker's units are again a closed formula of its number. It is the greedy longest-first order for two
-lengths, whose end times differ by a tile at most.
+so that a worker's units are again a closed formula of its number. It is the greedy longest-first order for
+two lengths, whose end times differ by a tile at most.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Gradients of the hidden states and of the q, k and v weights, the second launch of the QKV backward.
 
-With dq, dk, dv the gradients of the three projections, [B, heads, S, D], each times what it was multiplied with:
+With dq, dk, dv the gradients of the three projections, [B, heads, S, D], each times what it was multiplied
+with:
 
     dgrad   grad_hidden[b, s, c] = sum over (t, h, d) of dt[b, h, s, d] * Wt[h*D + d, c]
     wgrad   grad_Wt[h*D + d, c]  = sum over (b, s)    of dt[b, h, s, d] * hidden[b, s, c]
 
-Both are tiles of one persistent grid, wgrad first: its sums are the longer ones where there is more than one round.
-Every operand is read by TMA as it lies in memory. A block of A is 128 rows owned by one CTA: 128 positions of one
-batch entry in dgrad, 128 of the D elements of one head (M is the contiguous mode) in wgrad. Blocks never cross a batch
-entry or a head, so that TMA fills what lies past S with zeros and clips it on the way out, and dv needs no copy.
-B is hidden or W, N contiguous. K walks over the heads of q, k and v in dgrad, over the batch's positions in wgrad.
+Both are tiles of one persistent grid, wgrad first: its sums are the longer ones where there is more than one
+round. Every operand is read by TMA as it lies in memory. A block of A is 128 rows owned by one CTA: 128
+positions of one batch entry in dgrad, 128 of the D elements of one head (M is the contiguous mode) in wgrad.
+Blocks never cross a batch entry or a head, so that TMA fills what lies past S with zeros and clips it on the
+way out, and dv needs no copy. B is hidden or W, N contiguous. K walks over the heads of q, k and v in dgrad,
+over the batch's positions in wgrad.
 
 The launch also finishes the norm-weight gradients from the partial sums of norm_backward.py.
 """
@@ -42,7 +44,8 @@ FOLD_COLUMNS = 8  # columns a warp folds: 32 bytes, one sector, of every partial
 
 @dataclass(frozen=True)
 class GradientTma:
-    """What the device reads. grads: (WGRAD, DGRAD), each the TMA tensors of dq, dk, dv; the others in that order."""
+    """What the device reads. grads: (WGRAD, DGRAD), each the TMA tensors of dq, dk, dv; the others in that
+    order."""
 
     grads: tuple
     weights: tuple
@@ -57,7 +60,8 @@ class GradientTma:
 
 @dataclass(frozen=True)
 class GradientLoads:
-    """Fetches k blocks. hidden and the weights are inputs of the whole backward, so they are early operands."""
+    """Fetches k blocks. hidden and the weights are inputs of the whole backward, so they are early
+    operands."""
 
     kernel: Any
     grads: tuple
@@ -89,7 +93,8 @@ class GradientLoads:
 
     @cute.jit
     def load(self, kind: cutlass.Constexpr, index, width: cutlass.Constexpr, place, target):
-        """Block `index` of `width` elements of the heads laid side by side, at place = (block of S, batch entry)."""
+        """Block `index` of `width` elements of the heads laid side by side, at place = (block of S, batch
+        entry)."""
         for side in cutlass.range_constexpr(3):
             first, last = self.kernel.side_range(side, width)
             if index >= first and index < last:
@@ -103,10 +108,11 @@ class GradientLoads:
 @dataclass(frozen=True)
 class QkvGradients(PersistentGemm):
     """grad_q, grad_k, grad_value [B, heads, S, D], hidden_states [B, S, C], weights [heads*D, C] and the norm
-    partials [norm.ctas, D] -> grad_hidden_states [B, S, C], three weight gradients [heads*D, C], two norm-weight
-    gradients [D] in float32.
+    partials [norm.ctas, D] -> grad_hidden_states [B, S, C], three weight gradients [heads*D, C], two
+    norm-weight gradients [D] in float32.
 
-    hidden: C, a multiple of 8; head_dim: 128 or 256; norm: the tuning of the NormBackward that wrote the partials.
+    hidden: C, a multiple of 8; head_dim: 128 or 256; norm: the tuning of the NormBackward that wrote the
+    partials.
     """
 
     hidden: int
@@ -130,7 +136,8 @@ class QkvGradients(PersistentGemm):
         return (self.heads, self.kv_heads, self.kv_heads)
 
     def side_range(self, side: int, width: int) -> tuple[int, int]:
-        """Blocks [first, last) of `width` elements that q, k or v takes of all heads side by side. v's has no end.
+        """Blocks [first, last) of `width` elements that q, k or v takes of all heads side by side. v's has no
+        end.
 
         With a pair of CTAs the last block of M may not exist; its loads give rows that nobody stores.
         """
@@ -166,7 +173,9 @@ class QkvGradients(PersistentGemm):
             arguments[7], arguments[8], arguments[9:12], arguments[12:14])
         batch, seq = hidden.shape[0], hidden.shape[1]
         tma = GradientTma(
-            grads=tuple(tuple(self.tma_block(self.operand_a(t, kind), kind) for t in grads) for kind in (WGRAD, DGRAD)),
+            grads=tuple(
+                tuple(self.tma_block(self.operand_a(t, kind), kind) for t in grads)
+                for kind in (WGRAD, DGRAD)),
             weights=tuple(self.tma_b(transposed(t), DGRAD) for t in weights),
             hidden=self.tma_b(transposed(hidden), WGRAD),
             grad_weights=tuple(self.tma_store(t) for t in grad_weights),
@@ -188,7 +197,7 @@ class QkvGradients(PersistentGemm):
         workspace = Workspace(*arguments[14:16]) if cutlass.const_expr(self.tuning.stream_k) else None
         self.launch(tma, schedule, workspace, arguments[-1])
 
-    # ---- operands -------------------------------------------------------------------------------------------------
+    # ---- operands ------------------------------------------------------------------------------------------
 
     def operand_a(self, grad, kind: int):
         """[B, heads, S, D] as A of a kind of tile: (D, S, heads*B) in wgrad, (S, D, heads*B) in dgrad."""
@@ -231,7 +240,7 @@ class QkvGradients(PersistentGemm):
             tma.seq,
         )
 
-    # ---- epilogue -------------------------------------------------------------------------------------------------
+    # ---- epilogue ------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, accumulators, address, io, workspace, place):
@@ -242,10 +251,12 @@ class QkvGradients(PersistentGemm):
 
     @cute.jit
     def fold_partials(self, tma):
-        """grad_norm[d] = sum of partials[:, d] over the CTAs of a side, in an order that depends on nothing else.
+        """grad_norm[d] = sum of partials[:, d] over the CTAs of a side, in an order that depends on nothing
+        else.
 
-        A warp takes FOLD_COLUMNS columns; its lanes hold every fourth row of them and are added up by shuffles. What
-        each addition loses is kept and added at the end: hundreds of partial sums cost no more accuracy than one.
+        A warp takes FOLD_COLUMNS columns; its lanes hold every fourth row of them and are added up by
+        shuffles. What each addition loses is kept and added at the end: hundreds of partial sums cost no more
+        accuracy than one.
         """
         chunk = chunk_rows(
             tma.batch * self.heads * tma.seq, tma.batch * self.kv_heads * tma.seq, self.norm)
@@ -261,7 +272,8 @@ class QkvGradients(PersistentGemm):
                     begin, end = (0, rows_q) if cutlass.const_expr(side == 0) else (rows_q, rows_q + rows_k)
                     column = group % groups * FOLD_COLUMNS + lane % FOLD_COLUMNS
                     total, error = Float32(0.0), Float32(0.0)
-                    for row in cutlass.range(begin + lane // FOLD_COLUMNS, end, WARP // FOLD_COLUMNS, unroll=8):
+                    start = begin + lane // FOLD_COLUMNS
+                    for row in cutlass.range(start, end, WARP // FOLD_COLUMNS, unroll=8):
                         total, lost = two_sum(total, tma.partials[row, column])
                         error += lost
                     cute.arch.sync_warp()
@@ -321,16 +333,19 @@ def default_tuning(
 
     def cycles(tuning: GemmTuning) -> float:
         tiles = {kind: -(-blocks[kind] // tuning.cluster) * -(-hidden // tuning.tile_n) for kind in blocks}
-        costs = {kind: depth[kind] * block_cycles(tuning) + EPILOGUE_CYCLES * tuning.tile_n for kind in blocks}
+        block, epilogue = block_cycles(tuning), EPILOGUE_CYCLES * tuning.tile_n
+        costs = {kind: depth[kind] * block + epilogue for kind in blocks}
         return _end(tiles, costs, tuning.workers)
 
     candidates = [GemmTuning(m, n, cluster_m=cluster, sm_count=sm_count) for m, n, cluster in _SHAPES]
-    # Clusters are for many rows: a cluster with nothing to do in one CTA keeps its multiprocessor all the same.
+    # Clusters are for many rows: a cluster with nothing to do in one CTA keeps its multiprocessor all the
+    # same.
     return min((t for t in candidates if t.cluster <= min(blocks.values()) or t.cluster == 1), key=cycles)
 
 
 def _end(tiles: dict[int, int], costs: dict[int, float], workers: int) -> float:
-    """When the last of `workers` is done if the tiles of both kinds are dealt out, wgrad first, to whoever is free."""
+    """When the last of `workers` is done if the tiles of both kinds are dealt out, wgrad first, to whoever is
+    free."""
     if sum(tiles.values()) > 8 * workers:
         return sum(tiles[kind] * costs[kind] for kind in tiles) / workers + max(costs.values()) / 2
     ends = [0.0] * workers

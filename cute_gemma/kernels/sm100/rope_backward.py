@@ -4,9 +4,10 @@ Forward, on the halves t = (t1, t2) of a head: out = (t1 cos1 - t2 sin1, t2 cos2
 
     grad_t = (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1)
 
-with cos = (cos1, cos2) and sin = (sin1, sin2) arbitrary inputs: their halves may differ. Computed in float32 and
-rounded to bf16 once. A thread owns VECTOR elements of each half at one position (b, s), holds their cosines and
-sines, and walks over the heads: cos and sin are read once, and every access is a vector of 16 bytes.
+with cos = (cos1, cos2) and sin = (sin1, sin2) arbitrary inputs: their halves may differ. Computed in float32
+and rounded to bf16 once. A thread owns VECTOR elements of each half at one position (b, s), holds their
+cosines and sines, and walks over the heads: cos and sin are read once, and every access is a vector of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class RopeBackward:
-    """grad_query [B, H, S, D], grad_key [B, KV, S, D], cos, sin [B, S, D] -> out_query, out_key of the same shapes.
+    """grad_query [B, H, S, D], grad_key [B, KV, S, D], cos, sin [B, S, D] -> out_query, out_key of the same
+    shapes.
 
     head_dim: a multiple of 16. An output may be the very tensor it is computed from.
     """
@@ -83,7 +85,8 @@ class RopeBackward:
             half = self.head_dim // 2
             factors = tuple(widen(load_vector(p, row + offset)) for p in (cos, sin) for offset in (0, half))
             batch, step = position // seq, position % seq
-            for source, target, heads in ((grad_query, out_query, self.heads), (grad_key, out_key, self.kv_heads)):
+            sides = ((grad_query, out_query, self.heads), (grad_key, out_key, self.kv_heads))
+            for source, target, heads in sides:
                 first = cutlass.Int64(batch) * heads * seq + step
                 for head in cutlass.range(heads, unroll=4):
                     offset = (first + cutlass.Int64(head) * seq) * self.head_dim + column
