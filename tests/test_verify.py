@@ -154,6 +154,19 @@ def test_the_run_command_prints_every_stage_and_passes(capsys):
     assert out.splitlines()[-1] == "PASS"
 
 
+def test_the_inspect_command_shows_what_the_kernels_cost(capsys):
+    assert main(["inspect", "047", "--no-traffic"]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line for line in out.splitlines()}
+    header = next(line for line in out.splitlines() if line.startswith("stage"))
+    assert header.split()[-3:] == ["UTCHMMA", "UTMALDG", "MUFU"]
+    for stage in ("qkv projection", "attention", "output projection"):
+        assert int(lines[stage].split()[-3]) > 0 and int(lines[stage].split()[-2]) > 0
+    for path in (line.strip() for line in out.splitlines() if line.endswith((".ptx", ".cubin", ".sass"))):
+        assert Path(path).stat().st_size > 0
+    assert float(lines["suite"].split()[2]) <= 1.0 < float(lines["saturated"].split()[2]) <= 2.0
+
+
 def test_without_a_c_compiler_the_error_says_what_to_install(tmp_path):
     code = (
         "import torch, cute_gemma; q = torch.zeros(1, 3, 1, 128, dtype=torch.bfloat16)\n"

@@ -34,6 +34,12 @@ def add_commands(commands: Any) -> None:
         default=True,
         help="emulate the launches and count the bytes they move (default: yes)",
     )
+    inspect.add_argument(
+        "--tile-cost",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="047: emulate attention and count what a 128x128 tile costs (default: yes)",
+    )
     inspect.set_defaults(action=inspect_workload)
 
 
@@ -71,7 +77,21 @@ def inspect_workload(options: argparse.Namespace) -> int:
             print(f"  {path}")
     if options.traffic:
         print(f"\n{describe_traffic(plan, inputs.tensors().values())}")
+    if options.tile_cost and problem.number == "047":
+        print(f"\n{_describe_tile_cost(options.target)}")
     return 1 if any(report.spills for _, report in reports) else 0
+
+
+def _describe_tile_cost(target: str | None) -> str:
+    """What an interior tile of softcapped attention costs, far from the cap and near it."""
+    from ..tile_cost import interior_tile_cost
+
+    header = ["128x128 tile", "warp-instr. besides moves", "MUFU a logit", "divisions"]
+    rows = []
+    for inputs in ("suite", "saturated"):
+        cost = interior_tile_cost(inputs, target)
+        rows.append([inputs, f"{cost.instructions:,.0f}", f"{cost.special:.3f}", f"{cost.divisions:.0f}"])
+    return table(header, rows, right=(1, 2, 3))
 
 
 def _row(plan: Plan, step: Step, report: KernelReport) -> list[str]:
