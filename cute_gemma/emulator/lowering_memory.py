@@ -30,8 +30,9 @@ def semantics(words: Words, strongest: str) -> int:
         return 1
     for value, names in ((1, ("relaxed",)), (2, (strongest,))):
         if words.has(*names):
+            cta = words.has("cta")                  # orders nothing between CTAs
             words.has(*SCOPES)
-            return value
+            return 1 if cta else value
     if words.has("mmio"):
         raise words.b.unsupported("modifier .mmio")
     return 0
@@ -114,7 +115,9 @@ def lower_atom(ins: ptx.Instruction, b: Builder) -> None:
     ops = list(cache_policy(ins, words, ins.operands))
     if kind not in _ATOMIC_TYPES:
         raise b.unsupported(f"type .{kind}")
-    sem = words.choice({"relaxed": 1, "acquire": 2, "release": 2, "acq_rel": 3}, 1)
+    sem = words.choice({"relaxed": 0, "acquire": 1, "release": 2, "acq_rel": 3}, 0)
+    if words.has("cta"):
+        sem = 0
     words.has(*SCOPES)
     where, count = words.choice({k: v for k, v in SPACES.items() if k != "const"}, GENERIC), words.choice(VECTORS, 1)
     words.drop({"noftz", *CACHE_WORDS})

@@ -1,5 +1,6 @@
 // atom, red, and the copies of cp.async (the ones that are not bulk).
 #include "hazard.h"
+#include "global.h"
 #include "memory.h"
 #include <stdlib.h>
 #include <string.h>
@@ -82,7 +83,7 @@ static uint64_t get(const Warp *w, int32_t ref, uint32_t l, uint32_t size) {
   return size == 8 ? REG64(w, ref)[l] : size == 2 ? REG32(w, ref)[l] & 0xffff : REG32(w, ref)[l];
 }
 
-// sub [1:0] space, [4:2] log2 of the size, [8:5] elements, [10:9] semantics, [14:11] operation, [17:15] type, [18] result wanted.
+// sub [1:0] space, [4:2] log2 of the size, [8:5] elements, [9] acquire, [10] release, [14:11] operation, [17:15] type, [18] result wanted.
 // Refs: address, (the value compared with,) values, results.
 Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -90,6 +91,12 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *value = refs + 1 + (what == AT_CAS), *out = value + count;
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, 1, &r)) return ST_FAULT;
+  for (uint32_t m = w->launch->hazards ? mask : 0; m; m &= m - 1) {
+    uint32_t l = first_lane(m);
+    if (is_shared(op, &r, l)) continue;
+    global_release(w, (uint64_t)r.at[l], !(sub >> 10 & 1));
+    global_acquire(w, (uint64_t)r.at[l], !(sub >> 9 & 1));
+  }
   EACH_LANE(l, mask)
     for (uint32_t j = 0; j < count; j++) {
       uint64_t old = 0, new;

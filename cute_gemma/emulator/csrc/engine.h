@@ -18,7 +18,7 @@ typedef struct Async Async;
 // proxy; `a` for what has also been made visible to the async proxy. A component counts the epochs of one agent.
 enum {                              // components of a warp; component index = kind * warps in the cluster + warp
   C_WARP, C_CP_ASYNC,               // what the generic proxy writes comes first: `a` covers only these two
-  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_PER_WARP   // C_INIT: mbarrier.init
+  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_REMOTE, C_PER_WARP   // mbarrier.init; acquires from other clusters
 };
 typedef uint32_t ClockId;           // index into Cluster.clocks
 #define NO_CLOCK 0xffffffffu
@@ -100,6 +100,10 @@ typedef struct {                    // Warp.engine
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
   Groups bulk, cp, wgmma, ld, st;
   uint32_t maxnreg;
+  uint32_t acquires;                // of what other clusters released
+  struct Snapshot *fenced_snapshot;
+  struct Knowledge *fenced_known, *seen;   // released by a fence; seen by relaxed reads, to be acquired by a fence
+  uint32_t ok_instance, ok_epoch, ok_comp;   // a remote write that is known to be ordered
   uint32_t arrivals;                // queued arrivals at barriers of other CTAs
   ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
   uint32_t inits, fenced_inits;     // mbarrier.init so far; those before fence.mbarrier_init
@@ -134,7 +138,8 @@ struct Cluster {
   ClockId *free_clocks; uint32_t nfree;
   Extra *extra; uint32_t nextra, nextra_used; uint16_t extra_free;
   uint64_t seq;
-  uint32_t stalled;                          // turns without progress
+  uint32_t instance;                         // number of this cluster in the launch, from 1
+  struct RemoteList *remote;
 };
 
 // ---------------------------------------------------------------- queued operations
@@ -176,6 +181,7 @@ struct Launch {
   uint64_t rng;
   struct Footprint *footprint; const struct Footprint *previous;
   uint32_t last_region;
+  struct GlobalSync *sync;
   uint64_t progress, progress_seen, turns;
   uint32_t hazards;
   MapCache map_cache[64];

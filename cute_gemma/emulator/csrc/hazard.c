@@ -133,7 +133,7 @@ Agent agent_of(Warp *w, const Op *op) {
 // ---------------------------------------------------------------- reports
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size) {
   static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ", "a bulk copy (writing) of ",
-                                      "tcgen05.ld of ", "tcgen05.st of ", "wgmma of ", ""};
+                                      "tcgen05.ld of ", "tcgen05.st of ", "wgmma of ", "", ""};
   const uint32_t n = c->nwarps, per = c->nwarps / c->launch->cluster_size;
   if (comp < C_PER_WARP * n) {
     uint32_t index = comp % n;

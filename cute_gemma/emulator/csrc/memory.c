@@ -1,77 +1,8 @@
 // Loads, stores and matrix moves: addresses are resolved and checked for all lanes, then the bytes are moved.
 #include "hazard.h"
-#include "footprint.h"
+#include "global.h"
 #include "memory.h"
 #include <string.h>
-
-// ---------------------------------------------------------------- global memory
-static FootprintRegion *region_of(Launch *launch, uint64_t address, uint64_t bytes) {
-  Footprint *f = launch->footprint;
-  if (launch->last_region < f->n) {
-    FootprintRegion *r = &f->region[launch->last_region];
-    if (address - r->base < r->size && bytes <= r->size - (address - r->base)) return r;
-  }
-  uint32_t low = 0, high = f->n;
-  while (low < high) {            // the last region that starts at or below the address
-    uint32_t mid = (low + high) / 2;
-    if (f->region[mid].base <= address) low = mid + 1; else high = mid;
-  }
-  // regions may overlap (views of one storage): look back over those that start below
-  for (uint32_t i = low; i-- > 0 && low - i <= 16;) {
-    FootprintRegion *r = &f->region[i];
-    if (address - r->base < r->size && bytes <= r->size - (address - r->base)) {
-      launch->last_region = i;
-      return r;
-    }
-  }
-  return NULL;
-}
-
-static int in_params(const Launch *launch, uint64_t address, uint64_t bytes) {
-  uint64_t base = (uint64_t)launch->desc->params;
-  return address >= base && address - base + bytes <= launch->desc->param_bytes;
-}
-
-int grid_waited(Warp *w) {
-  Launch *launch = w->launch;
-  if (!launch->desc->programmatic || !launch->previous) return 1;
-  return launch->hazards ? warp_ordered(w, grid_comp(cluster_of(w)), 1) : (int)w->cta->grid_waited;
-}
-
-static int pdl_hazard(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write) {
-  Launch *launch = w->launch;
-  int theirs = footprint_hit(launch->previous, address, bytes, 1) ? 1 : write && footprint_hit(launch->previous, address, bytes, 0) ? 2 : 0;
-  if (!theirs) return 0;
-  fault(w, op, FAULT_PDL, "%s global memory at 0x%llx, which the launch before %s, without griddepcontrol.wait before it",
-        write ? "writes" : "reads", (unsigned long long)address, theirs == 1 ? "wrote" : "read");
-  return 1;
-}
-
-static int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited) {
-  Launch *launch = w->launch;
-  FootprintRegion *r = region_of(launch, address, bytes);
-  if (!r) {
-    if (!write && in_params(launch, address, bytes)) return 1;
-    fault(w, op, FAULT_MEMORY, "%s %llu bytes of global memory at 0x%llx, outside every tensor of the launch", write ? "writes" : "reads",
-          (unsigned long long)bytes, (unsigned long long)address);
-    return 0;
-  }
-  if (write && !r->writable) {
-    fault(w, op, FAULT_MEMORY, "writes global memory at 0x%llx, which is read-only", (unsigned long long)address);
-    return 0;
-  }
-  if (!waited && pdl_hazard(w, op, address, bytes, write)) return 0;
-  footprint_mark(r, address, bytes, write);
-  return 1;
-}
-
-int global_check_async(const Async *a, uint64_t address, uint64_t bytes, int write) {
-  return global_access(a->warp, a->op, address, bytes, write, a->grid_waited);
-}
-
-int global_check(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write) {
-  return global_access(w, op, address, bytes, write, grid_waited(w));
-}
 
 // ---------------------------------------------------------------- shared memory
 Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint32_t align, int any_rank) {
@@ -155,7 +86,8 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
 }
 
 // ---------------------------------------------------------------- resolving addresses
-static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes, int write, Resolved *out) {
+static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes, int write, Strength how, Resolved *out) {
+  const int waited = grid_waited(w);
   uint64_t run = 0, run_bytes = 0;
   EACH_LANE(l, mask) {
     uint64_t a = address[l] + (uint64_t)op->imm;
@@ -169,10 +101,10 @@ static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32
       continue;
     }
     if (run_bytes && a >= run && a + bytes <= run + run_bytes) continue;
-    if (run_bytes && !global_check(w, op, run, run_bytes, write)) return 0;
+    if (run_bytes && !global_access(w, op, run, run_bytes, write, waited, how, NULL)) return 0;
     run = a, run_bytes = bytes;
   }
-  return !run_bytes || global_check(w, op, run, run_bytes, write);
+  return !run_bytes || global_access(w, op, run, run_bytes, write, waited, how, NULL);
 }
 
 static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, uint32_t bytes, int any_rank, Resolved *out) {
@@ -188,7 +120,8 @@ static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, u
 int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong, Resolved *out) {
   const uint32_t space = op->sub & 3;
   uint32_t shared = 0;
-  if (space == SPACE_GLOBAL) return resolve_global(w, op, REG64(w, address), mask, bytes, write, out);
+  out->shared = 0;
+  if (space == SPACE_GLOBAL) return resolve_global(w, op, REG64(w, address), mask, bytes, write, strong ? STRONG : WEAK, out);
   if (space == SPACE_GENERIC) {
     const uint64_t *a = REG64(w, address);
     EACH_LANE(l, mask) {
@@ -197,16 +130,22 @@ int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t byte
       shared |= 1u << l;
       if (!resolve_shared(w, op, l, (uint32_t)at, bytes, 1, out)) return 0;
     }
-    if (mask & ~shared && !resolve_global(w, op, a, mask & ~shared, bytes, write, out)) return 0;
+    if (mask & ~shared && !resolve_global(w, op, a, mask & ~shared, bytes, write, strong ? STRONG : WEAK, out)) return 0;
   } else {
     const uint32_t *a = REG32(w, address);
     shared = mask;
     EACH_LANE(l, mask)
       if (!resolve_shared(w, op, l, a[l] + (uint32_t)op->imm, bytes, space == SPACE_CLUSTER, out)) return 0;
   }
+  out->shared = shared;
   if (!shared) return 1;
   count_wavefronts(w->launch->result, out->offset, shared, bytes);
   return !w->launch->hazards || shared_hazards(w, op, out, shared, bytes, write, strong);
+}
+
+int is_shared(const Op *op, const Resolved *r, uint32_t lane) {
+  const uint32_t space = op->sub & 3;
+  return space == SPACE_SHARED || space == SPACE_CLUSTER || (space == SPACE_GENERIC && (r->shared >> lane & 1));
 }
 
 // ---------------------------------------------------------------- ld, st
@@ -237,6 +176,8 @@ Status exec_ld(Warp *w, const Op *op, uint32_t mask) {
   } else {
     for (uint32_t j = 0; j < count; j++) load_small(w, op, refs[1 + j], &r, mask, size, j);
   }
+  if (sem && w->launch->hazards)
+    EACH_LANE(l, mask) if (!is_shared(op, &r, l)) global_acquire(w, (uint64_t)r.at[l], sem == 1);
   // a strong load of memory that others write is a poll: let them run
   return sem && (op->sub & 3) != SPACE_SHARED ? ST_YIELD : ST_NEXT;
 }
@@ -246,6 +187,8 @@ Status exec_st(Warp *w, const Op *op, uint32_t mask) {
   const uint32_t log = op->sub >> 2 & 7, count = op->sub >> 5 & 15, size = 1u << log, sem = op->sub >> 9 & 3;
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, sem != 0, &r)) return ST_FAULT;
+  if (sem && w->launch->hazards)
+    EACH_LANE(l, mask) if (!is_shared(op, &r, l)) global_release(w, (uint64_t)r.at[l], sem == 1);
   if (size == 4) {
     const uint32_t *d[8];
     for (uint32_t j = 0; j < count; j++) d[j] = REG32(w, refs[1 + j]);

@@ -10,8 +10,10 @@ typedef struct {                    // where each lane's access goes
   uint8_t *at[LANES];
   Cta *cta[LANES];                  // shared memory only
   uint32_t offset[LANES];
+  uint32_t shared;                  // lanes whose address is in shared memory
 } Resolved;
 
+int is_shared(const Op *op, const Resolved *r, uint32_t lane);
 int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong, Resolved *out);
 void count_wavefronts(LaunchResult *r, const uint32_t *offset, uint32_t mask, uint32_t size);
 #endif

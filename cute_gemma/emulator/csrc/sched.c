@@ -1,6 +1,7 @@
 // Runs a launch: resident clusters side by side, warps in turn, queued asynchronous operations by the schedule policy.
 #include "hazard.h"
-#include "footprint.h"
+#include "global.h"
+#include "trace.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,6 +43,7 @@ Status block(Warp *w, const Op *op, const Waiting *what) {
   slot->woken = 0;
   slot->line = op->line;
   w->split[w->current].wait = (uint32_t)what->kind;
+  if (tracing) trace_wait(w, op);
   return ST_BLOCK;
 }
 
@@ -63,6 +65,7 @@ void wake(Cluster *c, const Cta *cta, WaitKind kind, const void *what, uint32_t 
         if (kind == WAIT_MBAR ? (const void *)s->wait[k].mbar != what : (kind == WAIT_NAMED || kind == WAIT_WGMMA) && s->wait[k].id != id) continue;
         s->wait[k].woken = 1;
         interp_wake(w, k);
+        if (tracing) trace_wake(w, k, s->wait[k].line);
         make_ready(c, w);
       }
     }
@@ -118,6 +121,7 @@ void async_unlink(Async *a) {
 Status async_run(Async *a) {
   Launch *launch = a->warp->launch;
   launch->progress++;
+  if (tracing) trace_run(a);
   switch (a->kind) {
     case A_TMA_LOAD: case A_TMA_STORE: case A_BULK_LOAD: case A_BULK_STORE: case A_BULK_DSMEM: return run_copy(a);
     case A_CP_ASYNC: return run_cp_async(a);
@@ -131,6 +135,7 @@ Status async_issue(Async *a) {
   Cluster *c = a->cta->cluster;
   a->prev = a->next = NULL;
   c->queued++;
+  if (tracing) trace_issue(a);
   if (in_pipe(a)) {
     if (a->cta->pipe_tail) a->cta->pipe_tail->next = a; else a->cta->pipe_head = a;
     a->cta->pipe_tail = a;
@@ -187,6 +192,7 @@ Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
   if (index >= sizeof EXEC / sizeof *EXEC || !EXEC[index])
     return fault(w, op, FAULT_UNSUPPORTED, "the engine does not implement operation %u", op->code);
   state(w)->serial++;
+  if (tracing) trace_now(w);
   return EXEC[index](w, op, mask);
 }
 
@@ -216,6 +222,7 @@ void engine_exit(Warp *w, uint32_t mask) {
   WarpState *s = state(w);
   if (w->live & ~mask || s->exited) return;
   s->exited = 1;
+  if (tracing) trace_exit(w);
   w->cta->live_warps--;
   cluster_of(w)->live_warps--;
   made_progress(w->launch);
@@ -236,6 +243,8 @@ static void warp_alloc(Launch *launch, Cta *cta, uint32_t i) {
   w->counts = launch->result->counts + (size_t)i * p->nops;
   w->engine = &cta->states[i];
   cta->states[i].pending = calloc(p->reg_bytes / SLOT / 64 + 1, sizeof(uint64_t));
+  cta->states[i].fenced_known = calloc(1, sizeof(Knowledge));
+  cta->states[i].seen = calloc(1, sizeof(Knowledge));
 }
 
 static void cta_alloc(Launch *launch, Cluster *c, uint32_t rank) {
@@ -258,6 +267,7 @@ static void cluster_alloc(Launch *launch, Cluster *c) {
   c->ctas = calloc(launch->cluster_size, sizeof *c->ctas);
   c->ready = calloc(c->nwarps, sizeof *c->ready);
   for (uint32_t r = 0; r < launch->cluster_size; r++) cta_alloc(launch, c, r);
+  c->remote = calloc(1, sizeof *c->remote);
   if (launch->hazards) clocks_init(c);
 }
 
@@ -268,11 +278,14 @@ static void cluster_free(Cluster *c) {
       free(cta->warps[i].bank[0]);
       free(cta->warps[i].pred);
       free(cta->states[i].pending);
+      free(cta->states[i].fenced_known->item), free(cta->states[i].fenced_known);
+      free(cta->states[i].seen->item), free(cta->states[i].seen);
     }
     free(cta->warps), free(cta->states), free(cta->smem), free(cta->smem_shadow), free(cta->tmem), free(cta->tmem_shadow);
     free(cta->mbar_index), free(cta->mbars);
   }
   for (uint32_t i = 0; i < c->nextra; i++) free(c->extra[i].item);
+  remote_free(c);
   free(c->ctas), free(c->ready), free(c->clocks), free(c->free_clocks), free(c->extra);
 }
 
@@ -306,7 +319,9 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     Warp *w = &cta->warps[i];
     WarpState *s = &cta->states[i];
     uint64_t *pending = s->pending;
-    *s = (WarpState){.cluster = c, .pending = pending, .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK,
+    Knowledge *fenced_known = s->fenced_known, *seen = s->seen;
+    fenced_known->n = seen->n = 0;
+    *s = (WarpState){.cluster = c, .pending = pending, .fenced_known = fenced_known, .seen = seen, .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
     memset(pending, 0, (launch->program->reg_bytes / SLOT / 64 + 1) * sizeof *pending);
     if (launch->hazards) {
@@ -314,6 +329,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
       clock_g(c, s->clock)[warp_comp(w, C_WARP)] = 1;
     }
     interp_start(w, launch->program, &start);
+    if (tracing) trace_start(w);
     make_ready(c, w);
   }
 }
@@ -324,6 +340,8 @@ static void cluster_start(Launch *launch, Cluster *c) {
   for (int k = 0; k < 3; k++) n[k] = d->grid[k] / d->cluster[k];
   c->id[0] = id % n[0], c->id[1] = id / n[0] % n[1], c->id[2] = id / (n[0] * n[1]);
   c->active = 1;
+  c->instance = id + 1;
+  c->remote->n = 0;
   c->ready_head = c->ready_count = 0;
   c->live_warps = c->nwarps;
   c->arrived = c->generation = 0;
@@ -470,6 +488,7 @@ int emu_run(const LaunchDesc *desc, LaunchResult *result) {
                    .rng = desc->seed * 0x2545f4914f6cdd1dull + 1, .previous = desc->previous};
   result->fault = 0;
   result->message[0] = 0;
+  trace_begin(desc);
   launch.cluster_size = desc->cluster[0] * desc->cluster[1] * desc->cluster[2];
   launch.nwarps = (desc->block[0] * desc->block[1] * desc->block[2] + LANES - 1) / LANES;
   launch.nclusters = desc->grid[0] / desc->cluster[0] * (desc->grid[1] / desc->cluster[1]) * (desc->grid[2] / desc->cluster[2]);
@@ -487,6 +506,8 @@ int emu_run(const LaunchDesc *desc, LaunchResult *result) {
   run_all(&launch);
   for (uint32_t i = 0; i < launch.nslots; i++) cluster_free(&launch.slots[i]);
   free(launch.slots);
+  global_sync_free(&launch);
+  footprint_forget_writes(launch.footprint);
   while (launch.blocks) {
     struct AsyncBlock *b = launch.blocks;
     launch.blocks = b->next;
@@ -497,5 +518,6 @@ int emu_run(const LaunchDesc *desc, LaunchResult *result) {
   for (size_t i = 0; i < n; i++) result->warp_instructions += result->counts[i];
   footprint_count(launch.footprint, &result->sectors_read, &result->sectors_written);
   result->footprint = launch.footprint;
+  trace_end(result);
   return result->fault != 0;
 }

@@ -1,5 +1,6 @@
 // Bulk copies: tensor maps, boxes, swizzling, multicast, reductions; bulk groups. A load writes in one step; a store reads
 // shared memory in one step and writes global memory in another.
+#include "global.h"
 #include "hazard.h"
 #include "tma.h"
 #include <stdlib.h>
@@ -237,11 +238,25 @@ static uint32_t destinations(Async *a, Cta **data, Cta **barrier) {
   return n;
 }
 
+// What another CTA wrote in this launch has to be ordered before the copy's issue.
+static int source_order(Async *a) {
+  Warp *w = a->warp;
+  if (!w->launch->hazards) return 1;
+  if (a->kind == A_BULK_LOAD) return global_read_box_order(w, a->op, a->copy.global, a->copy.bytes);
+  if (a->kind != A_TMA_LOAD || !global_written(w->launch, a->copy.map.address)) return 1;
+  for (uint32_t i = 0, rows = box_rows(&a->copy.map); i < rows; i++) {
+    Row r = box_row(&a->copy.map, &a->copy.coord, i);
+    if (r.valid && !global_read_box_order(w, a->op, r.global, r.valid)) return 0;
+  }
+  return 1;
+}
+
 static Status issue_load(Async *a, uint32_t bytes, uint32_t tag) {
   Cta *data[16], *barrier[16];
   uint32_t n = destinations(a, data, barrier);
   Warp *w = a->warp;
   a->copy.bytes = bytes;
+  if (!source_order(a)) return ST_FAULT;
   for (uint32_t k = 0; k < n; k++) {
     Agent x = agent_of(w, a->op);
     x.async = 1;
