@@ -19,7 +19,7 @@ from .workloads import OutputCheck, Workload, case_for, check_output
 
 @dataclass(frozen=True)
 class StageResult:
-    """One kernel launch. grid and warp_instructions: None on a GPU. seconds: wall-clock, compiling excluded.
+    """One kernel launch. grid and warp_instructions: None on a GPU. seconds: it took, compiling excluded.
 
     checks: how each tensor the kernel computes compares, of those the reference has.
     """
@@ -124,13 +124,14 @@ def _timed_launch(
 ) -> tuple[tuple[int, int, int] | None, int | None, float]:
     """Grid, warp-instructions and seconds of one step, compiled beforehand."""
     jit.compile(step.kernel, plan.target)
-    start = time.perf_counter()
     if not plan.emulated:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
         plan.launch(step)
         torch.cuda.synchronize()
         return None, None, time.perf_counter() - start
     reports = plan.launch(step, emulator.Options(schedule=options.schedule))
-    seconds = time.perf_counter() - start
+    seconds = sum(report.seconds for report in reports)
     return reports[0].launch.grid, sum(report.warp_instructions for report in reports), seconds
 
 
