@@ -21,6 +21,7 @@ from .errors import FAULTS, UninitialisedRead
 from .launch import Launch
 from .lowering import CSRC
 from .report import LaunchReport, Report
+from .timeline import TRACE_DTYPE
 
 # The engine's target is the very machine: no library leaves it. Fused multiply-add stands only where PTX has one.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
@@ -48,7 +49,8 @@ class Options:
     assembler lets the hardware's scoreboard do it, and kernels are in use that rely on that); False is off.
     sm_count: CTAs resident at once; None takes the card of the kernel's target. approx_edge: approximate instructions sit
     at the edge of their documented error. progress: called with (CTAs done, CTAs); True draws a bar. memory: further
-    tensors or Regions that the kernels may touch, beyond the tensor arguments.
+    tensors or Regions that the kernels may touch, beyond the tensor arguments. trace: events to record at most for
+    `LaunchReport.write_trace`; 0 records none.
     """
 
     schedule: str = "lazy"
@@ -57,11 +59,14 @@ class Options:
     approx_edge: bool = False
     progress: Callable[[int, int], object] | bool | None = None
     memory: tuple = ()
+    trace: int = 0
 
     def __post_init__(self) -> None:
         self.policy()
         if self.hazards not in _HAZARDS:
             raise ValueError(f'hazards: got {self.hazards!r}, expected True, False, "strict" or "scoreboard"')
+        if self.trace < 0:
+            raise ValueError(f"trace: got {self.trace}, expected a number of events")
         if self.sm_count is not None and self.sm_count < 1:
             raise ValueError(f"sm_count: got {self.sm_count}, expected a positive count or None")
 
@@ -90,7 +95,7 @@ class _CLaunch(ctypes.Structure):
         ("regions", ctypes.POINTER(_CRegion)), ("nregions", ctypes.c_uint32), ("arch", ctypes.c_uint32),
         ("resident", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("hazards", ctypes.c_uint32), ("programmatic", ctypes.c_uint32), ("approx_edge", ctypes.c_uint32),
-        ("progress", _PROGRESS), ("previous", ctypes.c_void_p),
+        ("progress", _PROGRESS), ("trace_limit", ctypes.c_uint64), ("previous", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -106,7 +111,8 @@ class _CResult(ctypes.Structure):
     _fields_ = [
         ("fault", ctypes.c_uint32), ("line", ctypes.c_uint32), ("warp", ctypes.c_uint32), ("cta", ctypes.c_uint32 * 3),
         ("message", ctypes.c_char * 4096), ("warp_instructions", ctypes.c_uint64), ("counts", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in _FIGURES), ("footprint", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in _FIGURES),
+        ("trace", ctypes.c_void_p), ("trace_count", ctypes.c_uint64), ("footprint", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -119,6 +125,8 @@ def library() -> ctypes.CDLL:
     lib.emu_run.argtypes = [ctypes.POINTER(_CLaunch), ctypes.POINTER(_CResult)]
     lib.emu_free_footprint.argtypes = [ctypes.c_void_p]
     lib.emu_free_footprint.restype = None
+    lib.emu_free_trace.argtypes = [ctypes.c_void_p]
+    lib.emu_free_trace.restype = None
     return lib
 
 
@@ -223,7 +231,7 @@ def run_launch(
             launch.dynamic_smem, program.dynamic_base, params.ctypes.data, program.kernel.param_bytes, c_regions,
             len(every), arch, options.sm_count or _SM_COUNT[arch], policy, seed,
             _HAZARDS[options.hazards], launch.programmatic, options.approx_edge,
-            progress, previous.footprint.pointer if previous is not None else None,
+            progress, options.trace, previous.footprint.pointer if previous is not None else None,
         )  # fmt: skip
         result = _CResult(counts=counts.ctypes.data)
         start = time.perf_counter()
@@ -231,13 +239,22 @@ def run_launch(
         seconds = time.perf_counter() - start
     del keep
     footprint = Footprint(result.footprint)
+    events = _take_trace(result)
     if result.fault:
         raise _fault(launch, program, result)
     per_instruction = program.instruction_counts(counts)
     return LaunchReport(
         launch, program, per_instruction, seconds, int(per_instruction.sum()),
-        *(getattr(result, name) for name in _FIGURES), footprint,
+        *(getattr(result, name) for name in _FIGURES), footprint, events,
     )  # fmt: skip
+
+
+def _take_trace(result: _CResult) -> np.ndarray:
+    if not result.trace:
+        return np.empty(0, TRACE_DTYPE)
+    raw = ctypes.string_at(result.trace, result.trace_count * TRACE_DTYPE.itemsize)
+    library().emu_free_trace(result.trace)
+    return np.frombuffer(raw, TRACE_DTYPE)
 
 
 def _undefined_register(launch: Launch, program: programs.Program) -> Exception:

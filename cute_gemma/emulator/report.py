@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
+from . import timeline
 from .launch import Launch
 from .program import Program
 
@@ -39,6 +41,7 @@ class LaunchReport:
     sectors_read: int = 0
     sectors_written: int = 0
     footprint: object = field(default=None, repr=False)
+    trace: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def kernel_name(self) -> str:
@@ -76,6 +79,14 @@ class LaunchReport:
             if n:
                 counter[ins.op] += int(n)
         return dict(counter.most_common())
+
+    def write_trace(self, path: str | Path, roles: dict[str, Iterable[int]] | None = None) -> None:
+        """Writes the timeline as Chrome trace JSON, which Perfetto opens. Time is logical (one unit a warp-instruction).
+
+        roles: warp indices by role, for the names of the tracks. Raises ValueError when no events were recorded
+        (`Options(trace=...)`).
+        """
+        timeline.write(path, self, roles or {})
 
     def summary(self, top: int = 12) -> str:
         """The figures as text, with the `top` most frequent opcodes."""

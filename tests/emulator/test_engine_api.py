@@ -1,5 +1,6 @@
 """The emulator's public functions: compiled functions run on CPU tensors, reports add up, faults say where."""
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -106,6 +107,41 @@ def test_progress_is_reported(block_sum):
     out = torch.zeros(4)
     emulator.emulate(block_sum, *wrapped(torch.ones(512), out), STREAM, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (4, 4) and seen == sorted(seen)
+
+
+def test_the_timeline_holds_every_warp_and_opens_as_chrome_trace(block_sum, tmp_path):
+    out = torch.zeros(4)
+    report = emulator.emulate(block_sum, *wrapped(torch.ones(512), out), STREAM, trace=1000)
+    path = tmp_path / "trace.json"
+    report.launches[0].write_trace(path, {"leader": [0]})
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len(tracks) == 16 and tracks[0, 0] == "warp 0 leader" and tracks[3, 2] == "warp 2"
+    spans = [e for e in events if e["ph"] == "X"]
+    for track in tracks:                     # a warp runs and waits in turn: no two spans of a track overlap
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == track)
+        assert own and all(a[1] <= b[0] for a, b in zip(own, own[1:]))
+    with pytest.raises(ValueError, match="trace"):
+        emulator.emulate(block_sum, *wrapped(torch.ones(512), out), STREAM).launches[0].write_trace(path)
+
+
+def test_the_timeline_shows_who_waits_for_whom():
+    report = run(
+        """mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 32; @%p1 bra MEET; mov.u32 %r2, 0;
+        LOOP: add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, 50; @%p2 bra LOOP;
+        MEET: bar.sync 0;""",
+        np.zeros(1, np.uint32),
+        block=64,
+        trace=100,
+    )
+    waits = report.trace[report.trace["kind"] == 1]
+    assert waits["warp"].tolist() == [1] and waits["end"][0] - waits["start"][0] == 151
+    assert report.program.text(int(waits["line"][0])).startswith("MEET: bar.sync")
+
+
+def test_a_timeline_keeps_to_its_limit(block_sum):
+    report = emulator.emulate(block_sum, *wrapped(torch.ones(512), torch.zeros(4)), STREAM, trace=5)
+    assert len(report.launches[0].trace) == 5
 
 
 def test_a_fault_names_instruction_place_and_kernel():

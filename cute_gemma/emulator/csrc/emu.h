@@ -72,6 +72,8 @@ typedef struct Warp {
   int current;                  // index of the split that runs: what an operation that blocks marks
   uint32_t rotate;              // the interpreter's: splits take turns when one uses up its budget
   const Program *program; const int32_t *refs;      // set by interp_start
+  uint64_t steps; const uint32_t *left;             // interp_steps: executed by the end of this call, less what is left of it
+  uint64_t skew, run_start;                         // the timeline's
   uint32_t live;                // lanes that have not exited
   uint32_t id;                  // index in the CTA
   Cta *cta; Launch *launch;
@@ -111,6 +113,7 @@ typedef struct {
   uint32_t block[3], ctaid[3], clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
 } WarpStart;
 void interp_start(Warp *w, const Program *p, const WarpStart *s);
+static inline uint64_t interp_steps(const Warp *w) { return w->steps - (w->left ? *w->left : 0); }   // executed so far
 
 // ---------------------------------------------------------------- faults: the first one is kept, with where it happened
 typedef enum {
@@ -137,6 +140,7 @@ typedef struct {
   uint32_t programmatic;                   // launched with programmatic stream serialization (PDL)
   uint32_t approx_edge;                    // 1: approximate instructions sit at the edge of their documented error
   void (*progress)(uint64_t ctas_done, uint64_t ctas);
+  uint64_t trace_limit;                    // events of a timeline to record at most; 0: no timeline
   const void *previous;                    // an opaque footprint of the launch before (for PDL checks), or NULL
 } LaunchDesc;
 
@@ -147,8 +151,13 @@ typedef struct {
   uint64_t *counts;                        // [warps per CTA][nops], allocated by the caller
   uint64_t tma_load_bytes, tma_store_bytes, mma_flops, tmem_load_bytes, tmem_store_bytes, smem_wavefronts, smem_ideal_wavefronts;
   uint64_t sectors_read, sectors_written;  // unique 32-byte sectors of global memory
+  void *trace; uint64_t trace_count;       // TraceEvents; emu_free_trace
   void *footprint;                         // this launch's reads and writes, for the next launch's PDL check; emu_free_footprint
 } LaunchResult;
 int emu_run(const LaunchDesc *desc, LaunchResult *result);    // 0, or 1 when result->fault is set
 void emu_free_footprint(void *footprint);
+
+typedef enum { TRACE_RUN, TRACE_WAIT, TRACE_COPY, TRACE_TENSOR, TRACE_ARRIVE } TraceKind;
+typedef struct { uint64_t start, end; uint32_t cta; uint16_t kind, warp; uint32_t line, unused; } TraceEvent;
+void emu_free_trace(void *trace);
 #endif

@@ -25,6 +25,8 @@ void interp_start(Warp *w, const Program *p, const WarpStart *s) {
   w->nsplit = 1;
   w->current = 0;
   w->rotate = 0;
+  w->steps = 0;
+  w->left = 0;
   memset(w->pred, 0, 4 * p->npreds);
   w->pred[1] = FULL;
   for (int axis = 0; axis < 3; axis++) {
@@ -246,7 +248,7 @@ static Step run_split(Warp *w, u32 *left, int sticky, RunResult *result) {
   }
 }
 
-RunResult interp_run(Warp *w, uint32_t budget) {
+static RunResult run(Warp *w, u32 *budget) {
   RunResult result = RUN_DONE;
   int turn = (int)w->rotate;
   w->rotate = 0;
@@ -256,11 +258,20 @@ RunResult interp_run(Warp *w, uint32_t budget) {
     if (choice == -1) return RUN_BLOCKED;
     if (choice == -2) { report_divergence(w); return RUN_FAULT; }
     w->current = choice;
-    if (run_split(w, &budget, turn, &result) == STOPPED) {
+    if (run_split(w, budget, turn, &result) == STOPPED) {
       w->rotate = (result == RUN_BUDGET || result == RUN_YIELD) && w->nsplit > 1;
       return result;
     }
     if (turn && w->split[choice].mask && w->split[choice].wait) turn = 0;
   }
   return RUN_DONE;
+}
+
+RunResult interp_run(Warp *w, uint32_t budget) {
+  w->steps += budget;
+  w->left = &budget;
+  RunResult result = run(w, &budget);
+  w->steps -= budget;
+  w->left = 0;
+  return result;
 }
