@@ -1,6 +1,7 @@
 // mbarriers, named barriers, cluster barriers, fences and the grid dependency.
 #include "global.h"
 #include "hazard.h"
+#include "trace.h"
 #include <string.h>
 
 // ---------------------------------------------------------------- mbarrier objects
@@ -34,10 +35,12 @@ static int after_init(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) 
 }
 
 static Status complete_phase(Warp *w, const Op *op, Cta *cta, Mbarrier *b) {
+  if (tracing) trace_arrive(&b->stamp);
   if (b->pending || b->tx) return ST_NEXT;
   if (b->inflight)
     return fault(w, op, FAULT_BARRIER, "phase %u of the mbarrier at 0x%x of CTA rank %u completes while %u asynchronous copies that "
                  "signal it are in flight: its expect_tx counts too few bytes", b->phase, b->offset, cta->rank, b->inflight);
+  if (tracing) trace_complete(&b->stamp);
   b->phase++;
   b->pending = b->expected;
   if (w->launch->hazards) {
@@ -253,6 +256,7 @@ Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
     s->failed = op, s->failed_mask = mask, s->failed_serial = s->serial;
   }
   w->pred[refs[0]] = (w->pred[refs[0]] & ~mask) | passed;
+  if (tracing && passed) trace_pass(w, op, &what.mbar->stamp);
   return passed || uniform ? ST_NEXT : ST_YIELD;
 }
 
@@ -262,6 +266,7 @@ static void named_complete(Warp *w, NamedBarrier *b, uint32_t id) {
   b->arrived = b->any = b->some_false = b->count = 0;
   b->expected = 0;
   b->generation++;
+  if (tracing) trace_complete(&b->stamp);
   if (w->launch->hazards) {
     Cluster *c = cluster_of(w);
     if (b->done == NO_CLOCK) b->done = clock_new(c);
@@ -292,6 +297,7 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
   NamedBarrier *b = &w->cta->named[id];
   if (slot->kind == WAIT_NAMED && slot->woken && slot->line == op->line) {
     slot->kind = WAIT_NONE;
+    if (tracing) trace_pass(w, op, &b->stamp);
     clock_acquire(w, b->done);
     named_results(w, op, b, mask);
     return ST_NEXT;
@@ -306,6 +312,7 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
     return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, while others came to it with %u", id, threads, b->expected);
   b->expected = threads;
   b->counted = (uint8_t)counted;
+  if (tracing) trace_arrive(&b->stamp);
   if (w->launch->hazards) {
     if (b->cur == NO_CLOCK) b->cur = clock_new(cluster_of(w));
     clock_release(w, b->cur);
@@ -323,6 +330,7 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
   if (b->arrived == threads) {
     named_complete(w, b, id);
     if (kind == 1) return ST_NEXT;
+    if (tracing) trace_pass(w, op, &b->stamp);
     clock_acquire(w, b->done);
     named_results(w, op, b, mask);
     return ST_NEXT;
@@ -333,6 +341,7 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
 
 // ---------------------------------------------------------------- barrier.cluster
 static void cluster_complete(Cluster *c) {
+  if (tracing) trace_complete(&c->cluster_stamp);
   c->arrived = 0;
   c->generation++;
   if (c->launch->hazards) memcpy(clock_g(c, c->cluster_done), clock_g(c, c->cluster_cur), c->stride * sizeof *c->clocks);
@@ -349,6 +358,7 @@ Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
       return fault(w, op, FAULT_BARRIER, "barrier.cluster.arrive a second time without barrier.cluster.wait");
     s->cluster_arrived = 1;
     s->cluster_generation = c->generation;
+    if (tracing) trace_arrive(&c->cluster_stamp);
     if (op->sub & 2) clock_release_relaxed(w, c->cluster_cur);
     else {
       if (deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
@@ -360,6 +370,7 @@ Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
   if (!s->cluster_arrived) return fault(w, op, FAULT_BARRIER, "barrier.cluster.wait without barrier.cluster.arrive");
   if (s->cluster_generation == c->generation) return block(w, op, &(Waiting){.kind = WAIT_CLUSTER});
   s->cluster_arrived = 0;
+  if (tracing) trace_pass(w, op, &c->cluster_stamp);
   clock_acquire(w, c->cluster_done);
   return ST_NEXT;
 }

@@ -49,6 +49,8 @@ typedef struct {                    // who touches memory, for the checks
 } Agent;
 
 // ---------------------------------------------------------------- barriers (barrier.c)
+typedef struct { uint64_t cur, done; } Stamp;     // timeline: the latest arrival of this phase; when the last one was complete
+
 typedef struct {                    // an mbarrier
   uint32_t offset;                  // in shared memory; 0: this entry is free
   uint32_t expected, pending, phase;     // phase counts completed phases
@@ -56,6 +58,7 @@ typedef struct {                    // an mbarrier
   uint32_t inflight;                // asynchronous copies issued for the current phase
   uint32_t last_copy, observed;     // the last phase that copies were issued for; the last one that a warp saw complete
   ClockId cur, done;                // joined from arrivals so far; the same at the last completion
+  Stamp stamp;
   uint16_t comp;                    // component: its epoch is the number of completed phases
   uint16_t init_comp; uint32_t init_epoch, init_line;
   uint32_t first_phase;             // of this initialisation
@@ -67,6 +70,7 @@ typedef struct {
   uint32_t any, some_false, count;  // the reduction so far: some true, some false, number of true lanes
   uint32_t result_any, result_all, result_count;
   ClockId cur, done;
+  Stamp stamp;
   uint8_t counted;                  // came with an explicit thread count
 } NamedBarrier;
 
@@ -132,7 +136,7 @@ struct Cluster {
   Warp **ready; uint32_t ready_head, ready_count;    // ring of the warps that can run
   Async *queue_head, *queue_tail;            // unordered operations, oldest first
   uint32_t queued;                           // all that is pending, pipes too
-  uint32_t arrived, generation; ClockId cluster_cur, cluster_done;
+  uint32_t arrived, generation; ClockId cluster_cur, cluster_done; Stamp cluster_stamp;
   // clocks
   uint32_t *clocks, nclocks, clock_cap, stride, ncomps, comp_cap;
   ClockId *free_clocks; uint32_t nfree;

@@ -65,7 +65,6 @@ void wake(Cluster *c, const Cta *cta, WaitKind kind, const void *what, uint32_t 
         if (kind == WAIT_MBAR ? (const void *)s->wait[k].mbar != what : (kind == WAIT_NAMED || kind == WAIT_WGMMA) && s->wait[k].id != id) continue;
         s->wait[k].woken = 1;
         interp_wake(w, k);
-        if (tracing) trace_wake(w, k, s->wait[k].line);
         make_ready(c, w);
       }
     }

@@ -59,24 +59,33 @@ void trace_start(Warp *w) {
   w->run_start = tracing->now;
 }
 
-void trace_wait(Warp *w, const Op *op) {
+static void end_run(Warp *w, uint32_t line) {
   const uint64_t now = time_of(w);
-  if (now > w->run_start) record(w->cta, w->launch, TRACE_RUN, w->id, op->line, w->run_start, now);
+  if (now > w->run_start) record(w->cta, w->launch, TRACE_RUN, w->id, line, w->run_start, now);
   w->run_start = now;
 }
 
-void trace_wake(Warp *w, int split, uint32_t line) {
-  (void)split;
-  const uint64_t was = w->run_start, now = tracing->now > time_of(w) ? tracing->now : time_of(w);
-  if (now <= was) return;
-  record(w->cta, w->launch, TRACE_WAIT, w->id, line, was, now);
-  w->skew += now - time_of(w);
-  w->run_start = now;
+void trace_wait(Warp *w, const Op *op) { end_run(w, op->line); }
+
+void trace_arrive(Stamp *s) { if (tracing->now > s->cur) s->cur = tracing->now; }
+
+void trace_complete(Stamp *s) {
+  s->done = s->cur;
+  s->cur = 0;
+}
+
+void trace_pass(Warp *w, const Op *op, const Stamp *s) {
+  const uint64_t now = time_of(w);
+  if (s->done <= now) return;
+  end_run(w, op->line);
+  record(w->cta, w->launch, TRACE_WAIT, w->id, op->line, now, s->done);
+  w->skew += s->done - now;
+  w->run_start = s->done;
 }
 
 void trace_exit(Warp *w) {
-  record(w->cta, w->launch, TRACE_RUN, w->id, 0, w->run_start, time_of(w));
-  w->run_start = time_of(w);
+  tracing->now = time_of(w);
+  end_run(w, 0);
 }
 
 static uint32_t slot_of(const Async *a) { return (uint32_t)((uintptr_t)a >> 6) * 0x9e3779b1u >> 20; }
