@@ -14,6 +14,7 @@ two lengths, whose end times differ by a tile at most.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,3 +81,16 @@ def plan_filled(long: Section, short: Section, max_workers: int, group_m: int) -
         splits=False,
         rounds=long.k_blocks // short.k_blocks,
     )
+
+
+def makespan(long: tuple[int, float], short: tuple[int, float], workers: int) -> float:
+    """When the last worker is done, on the host: long and short are (tiles, cost of one), dealt out long ones
+    first to whoever is free."""
+    tiles = long[0] + short[0]
+    if tiles > 8 * workers:
+        return (long[0] * long[1] + short[0] * short[1]) / workers + max(long[1], short[1]) / 2
+    ends = [0.0] * workers
+    for count, cost in (long, short):
+        for _ in range(count):
+            heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)

@@ -1,16 +1,18 @@
-"""Gradients of the hidden states and of the q, k and v weights, what the architectures share. It is the second launch
-of the QKV backward.
+"""Gradients of the hidden states and of the q, k and v weights, what the architectures share. It is the
+second launch of the QKV backward.
 
-With dq, dk, dv the gradients of the three projections, [B, heads, S, D], each times what it was multiplied with:
+With dq, dk, dv the gradients of the three projections, [B, heads, S, D], each times what it was multiplied
+with:
 
     dgrad   grad_hidden[b, s, c] = sum over (t, h, d) of dt[b, h, s, d] * Wt[h*D + d, c]
     wgrad   grad_Wt[h*D + d, c]  = sum over (b, s)    of dt[b, h, s, d] * hidden[b, s, c]
 
-Both are tiles of one persistent grid, wgrad first: its sums are the longer ones where there is more than one round.
-Every operand is read by TMA as it lies in memory. A block of A is 128 rows: 128 positions of one batch entry in dgrad,
-128 of the D elements of one head (M is the contiguous mode) in wgrad. Blocks never cross a batch entry or a head, so
-that TMA fills what lies past S with zeros and clips it on the way out, and dv needs no copy. B is hidden or W, N
-contiguous. K walks over the heads of q, k and v in dgrad, over the batch's positions in wgrad.
+Both are tiles of one persistent grid, wgrad first: its sums are the longer ones where there is more than one
+round. Every operand is read by TMA as it lies in memory. A block of A is 128 rows: 128 positions of one batch
+entry in dgrad, 128 of the D elements of one head (M is the contiguous mode) in wgrad. Blocks never cross a
+batch entry or a head, so that TMA fills what lies past S with zeros and clips it on the way out, and dv needs
+no copy. B is hidden or W, N contiguous. K walks over the heads of q, k and v in dgrad, over the batch's
+positions in wgrad.
 
 The launch also finishes the norm-weight gradients from the partial sums of norm_backward.py.
 """
@@ -37,7 +39,8 @@ FOLD_COLUMNS = 8  # columns a warp folds: 32 bytes, one sector, of every partial
 
 @dataclass(frozen=True)
 class GradientTma:
-    """What the device reads. grads: (WGRAD, DGRAD), each the TMA tensors of dq, dk, dv; the others in that order."""
+    """What the device reads. grads: (WGRAD, DGRAD), each the TMA tensors of dq, dk, dv; the others in that
+    order."""
 
     grads: tuple
     weights: tuple
@@ -52,7 +55,8 @@ class GradientTma:
 
 @dataclass(frozen=True)
 class GradientLoads:
-    """Fetches k blocks. hidden and the weights are inputs of the whole backward, so they are early operands."""
+    """Fetches k blocks. hidden and the weights are inputs of the whole backward, so they are early
+    operands."""
 
     kernel: Any
     grads: tuple
@@ -87,7 +91,8 @@ class GradientLoads:
 
     @cute.jit
     def load(self, kind: cutlass.Constexpr, index, width: cutlass.Constexpr, place, target):
-        """Block `index` of `width` elements of the heads laid side by side, at place = (block of S, batch entry)."""
+        """Block `index` of `width` elements of the heads laid side by side, at place = (block of S, batch
+        entry)."""
         for side in cutlass.range_constexpr(3):
             first, last = self.kernel.side_range(side, width)
             if index >= first and index < last:
@@ -100,11 +105,12 @@ class GradientLoads:
 
 class QkvGradientsBase:
     """grad_q, grad_k, grad_value [B, heads, S, D], hidden_states [B, S, C], weights [heads*D, C] and the norm
-    partials [norm.ctas, D] -> grad_hidden_states [B, S, C], three weight gradients [heads*D, C], two norm-weight
-    gradients [D] in float32.
+    partials [norm.ctas, D] -> grad_hidden_states [B, S, C], three weight gradients [heads*D, C], two
+    norm-weight gradients [D] in float32.
 
-    To be mixed with an architecture's PersistentGemm in a frozen dataclass with fields hidden (C, a multiple of 8),
-    heads, kv_heads, head_dim (128 or 256), tuning, and norm: the tuning of the NormBackward that wrote the partials.
+    To be mixed with an architecture's PersistentGemm in a frozen dataclass with fields hidden (C, a multiple
+    of 8), heads, kv_heads, head_dim (128 or 256), tuning, and norm: the tuning of the NormBackward that wrote
+    the partials.
     """
 
     operand_majors = (("mn", "mn"), ("k", "mn"))
@@ -130,7 +136,8 @@ class QkvGradientsBase:
         return (self.heads, self.kv_heads, self.kv_heads)
 
     def side_range(self, side: int, width: int) -> tuple[int, int]:
-        """Blocks [first, last) of `width` elements that q, k or v takes of all heads side by side. v's has no end.
+        """Blocks [first, last) of `width` elements that q, k or v takes of all heads side by side. v's has no
+        end.
 
         The last blocks of a unit may not exist; loads for them give rows that nobody stores.
         """
@@ -166,7 +173,9 @@ class QkvGradientsBase:
             arguments[7], arguments[8], arguments[9:12], arguments[12:14])
         batch, seq = hidden.shape[0], hidden.shape[1]
         tma = GradientTma(
-            grads=tuple(tuple(self.tma_block(self.operand_a(t, kind), kind) for t in grads) for kind in (WGRAD, DGRAD)),
+            grads=tuple(
+                tuple(self.tma_block(self.operand_a(t, kind), kind) for t in grads)
+                for kind in (WGRAD, DGRAD)),
             weights=tuple(self.tma_b(transposed(t), DGRAD) for t in weights),
             hidden=self.tma_b(transposed(hidden), WGRAD),
             grad_weights=tuple(self.tma_store(t) for t in grad_weights),
@@ -177,7 +186,8 @@ class QkvGradientsBase:
             batch=batch,
             seq=seq,
         )
-        n_tiles, columns = cute.ceil_div(self.hidden, self.tuning.tile_n), sum(self.side_heads) * self.head_dim
+        n_tiles = cute.ceil_div(self.hidden, self.tuning.tile_n)
+        columns = sum(self.side_heads) * self.head_dim
         wgrad = Section(
             cute.ceil_div(columns, self.tuning.unit_rows), n_tiles, batch * cute.ceil_div(seq, BLOCK_K))
         dgrad = Section(
@@ -198,25 +208,25 @@ class QkvGradientsBase:
             shape, stride = (dim, seq, shape[2]), (1, dim, stride[2])
         return cute.make_tensor(grad.iterator, cute.make_layout(shape, stride=stride))
 
-    def loads(self, tma, operands, rank) -> GradientLoads:
+    def gradient_loads(self, tma, partition_block, partition_b, rank) -> GradientLoads:
+        """What `loads` returns; the partitions are functions of (TMA tensor, kind)."""
         return GradientLoads(
             self,
-            tuple(
-                tuple(self.partition_block(t, kind, operands[kind][0]) for t in tma.grads[kind])
-                for kind in (WGRAD, DGRAD)),
-            tuple(self.partition_b(t, operands[DGRAD][1], rank) for t in tma.weights),
-            self.partition_b(tma.hidden, operands[WGRAD][1], rank),
+            tuple(tuple(partition_block(t, kind) for t in tma.grads[kind]) for kind in (WGRAD, DGRAD)),
+            tuple(partition_b(t, DGRAD) for t in tma.weights),
+            partition_b(tma.hidden, WGRAD),
             rank,
             tma.seq,
         )
 
     @cute.jit
     def fold_partials(self, tma, warp, warps: cutlass.Constexpr):
-        """grad_norm[d] = sum of partials[:, d] over the CTAs of a side, in an order that depends on nothing else.
+        """grad_norm[d] = sum of partials[:, d] over the CTAs of a side, in an order that depends on nothing
+        else.
 
-        For warp number `warp` of the `warps` of a CTA that do this. A warp takes FOLD_COLUMNS columns; its lanes hold
-        every fourth row of them and are added up by shuffles. What each addition loses is kept and added at the end:
-        hundreds of partial sums cost no more accuracy than one.
+        For warp number `warp` of the `warps` of a CTA that do this. A warp takes FOLD_COLUMNS columns; its
+        lanes hold every fourth row of them and are added up by shuffles. What each addition loses is kept and
+        added at the end: hundreds of partial sums cost no more accuracy than one.
         """
         chunk = chunk_rows(
             tma.batch * self.heads * tma.seq, tma.batch * self.kv_heads * tma.seq, self.norm)
@@ -231,7 +241,8 @@ class QkvGradientsBase:
                     begin, end = (0, rows_q) if cutlass.const_expr(side == 0) else (rows_q, rows_q + rows_k)
                     column = group % groups * FOLD_COLUMNS + lane % FOLD_COLUMNS
                     total, error = Float32(0.0), Float32(0.0)
-                    for row in cutlass.range(begin + lane // FOLD_COLUMNS, end, WARP // FOLD_COLUMNS, unroll=8):
+                    start = begin + lane // FOLD_COLUMNS
+                    for row in cutlass.range(start, end, WARP // FOLD_COLUMNS, unroll=8):
                         total, lost = two_sum(total, tma.partials[row, column])
                         error += lost
                     cute.arch.sync_warp()

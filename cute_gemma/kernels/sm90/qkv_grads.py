@@ -6,7 +6,6 @@ and imm-trans-a, -b), so wgrad transposes nothing.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
@@ -17,6 +16,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16
 from cutlass.cute.nvgpu import cpasync
 
+from cute_gemma.kernels.common.filled_schedule import makespan
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase
 from cute_gemma.kernels.common.schedule import split_plan
@@ -63,6 +63,14 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
         layout = self.block_layout(kind, self.stage_count * self.blocks_per_cta)
         blocks = cute.make_tensor(cute.recast_ptr(shared.iterator, layout.inner, BFloat16), layout.outer)
         return self._partition(tma, blocks, (BLOCK_M, BLOCK_K))
+
+    def loads(self, tma, operands, rank):
+        return self.gradient_loads(
+            tma,
+            lambda tensor, kind: self.partition_block(tensor, kind, operands[kind][0]),
+            lambda tensor, kind: self.partition_b(tensor, operands[kind][1], rank),
+            rank,
+        )
 
     @cute.jit
     def consume(self, source, io, workspace, place):
@@ -124,13 +132,7 @@ def _whole_end(tiles: dict[int, int], depth: dict[int, int], tuning: GemmTuning)
     """When the last worker is done if the tiles of both kinds are dealt out, wgrad first, to whoever is free."""
     epilogue = EPILOGUE_CYCLES * tuning.tile_n
     costs = {kind: depth[kind] * block_cycles(tuning) + epilogue for kind in tiles}
-    if sum(tiles.values()) > 8 * tuning.workers:
-        return sum(tiles[kind] * costs[kind] for kind in tiles) / tuning.workers + max(costs.values()) / 2
-    ends = [0.0] * tuning.workers
-    for kind in (WGRAD, DGRAD):
-        for _ in range(tiles[kind]):
-            heapq.heapreplace(ends, ends[0] + costs[kind])
-    return max(ends)
+    return makespan((tiles[WGRAD], costs[WGRAD]), (tiles[DGRAD], costs[DGRAD]), tuning.workers)
 
 
 def _split_end(tiles: dict[int, int], depth: dict[int, int], tuning: GemmTuning) -> float:
