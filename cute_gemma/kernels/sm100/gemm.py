@@ -6,7 +6,7 @@ moves the data.
 
     global A, B --TMA--> shared stages --tcgen05.mma--> TMEM accumulators --tcgen05.ld--> rows --> epilogue
 
-Six warps a CTA in three roles, each a method below, in the order data meets them:
+Six warps a CTA in three roles, each a method here or of kernels/common/gemm.py, in the order data meets them:
 
     warp 5     `produce`    one k block (64 elements of K) of A and B a stage, through TMA
     warp 4     `multiply`   four K=16 MMAs a stage; of a CTA pair (cta_group::2) the leading CTA issues them
@@ -49,64 +49,32 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 
-from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common import bf16
+from cute_gemma.kernels.common.gemm import (
+    ALIGNMENT,
+    BLOCK_K,
+    SMEM_BYTES,
+    WARP,
+    GemmBase,
+    Pieces,
+    TmaPartition,
+    TmaTensor,
+    Workspace,
+)
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.sm100.boxes import BOX_BYTES, WarpBoxes, box_layout, box_tma
 from cute_gemma.kernels.sm100.tmem import CHUNK, accumulator_rows, fence_after_sync, fence_before_sync
-from cute_gemma.kernels.sm100.tuning import BLOCK_K, GemmTuning
+from cute_gemma.kernels.sm100.tuning import GemmTuning
 
 EPILOGUE_WARPS = 4
 MMA_WARP = 4
 TMA_WARP = 5
 THREADS = 192
-WARP = 32
 
 ACC_STAGES = 2
-SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, compute capability 10.0
 BARRIER_BYTES = 256  # at most, with the TMEM address
-ALIGNMENT = 1024  # of shared memory under a 128-byte swizzle: eight rows of 128 bytes
 TMEM_COLUMNS = 512
 SUM_CHUNKS = 2  # chunks of a split tile added up at a time: 64 sums and as many loads in flight a thread
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Memory for split tiles: partials f32 [tuning.partial_floats], counters i32 [tuning.counters]."""
-
-    partials: Any
-    counters: Any
-
-
-@dataclass(frozen=True)
-class TmaTensor:
-    """A TMA copy atom and the coordinate tensor that goes with it."""
-
-    atom: Any
-    tensor: Any
-
-
-@dataclass(frozen=True)
-class TmaPartition:
-    """One operand seen by one CTA: shared memory by stage, global memory by tile and k block.
-
-    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone.
-    """
-
-    atom: Any
-    shared: Any
-    tiles: Any
-    mask: Any = None
-
-    def load(self, stage, barrier, *coordinates):
-        """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
-        cute.copy(
-            self.atom,
-            self.tiles[(None, *coordinates)],
-            self.shared[(None, stage)],
-            tma_bar_ptr=barrier,
-            mcast_mask=self.mask,
-        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +85,7 @@ class Pipelines:
     accumulators: Any
 
 
-class PersistentGemm:
+class PersistentGemm(GemmBase):
     """Base of the GEMM kernels; see the module's text for what a subclass provides.
 
     A subclass is a frozen dataclass with a field `tuning: GemmTuning`.
@@ -200,15 +168,6 @@ class PersistentGemm:
     def cluster_layout(self, tiled_mma):
         """(V, M, N, K) layout of the CTAs of a cluster: those of one accumulator, `cluster_m` times."""
         return cute.tiled_divide(cute.make_layout((self.tuning.cluster, 1, 1)), (tiled_mma.thr_id.shape,))
-
-    def workspace_signature(self) -> tuple:
-        """The arguments that come last in a stream-K kernel's signature."""
-        if not self.tuning.stream_k:
-            return ()
-        return (
-            TensorArg("partials", "f32", (self.tuning.partial_floats,)),
-            TensorArg("counters", "i32", (self.tuning.counters,)),
-        )
 
     def launch(self, tma: Any, schedule: TileSchedule, workspace: Workspace | None, stream) -> None:
         """Launch on `stream`; `tma` is whatever `loads` and `epilogue` of the subclass read on the device."""
@@ -332,9 +291,9 @@ class PersistentGemm:
         shape = mma.partition_shape_C(self.mma_tiler[:2])
         return cute.make_tensor(address, mma.make_fragment_C(cute.append(shape, ACC_STAGES)).layout)
 
-    def m_tile(self, rank):
-        """Function of a unit: the row tile of the accumulator that this CTA has a part in."""
-        return lambda unit: unit.m * self.tuning.cluster_m + rank // self.tuning.ctas
+    def row_tile(self, unit: Unit, rank):
+        """Number of A's tile that the accumulator of a CTA of the cluster covers in a unit."""
+        return unit.m * self.tuning.cluster_m + rank // self.tuning.ctas
 
     def partition_a(self, tma: TmaTensor, mma, shared, rank) -> TmaPartition:
         """This CTA's part of an A operand; tiles are indexed (tile_m, k block, ...)."""
@@ -403,40 +362,6 @@ class PersistentGemm:
     # ---- roles --------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, stages, loads, schedule, worker):
-        """TMA warp: keep the stages full. Early operands of the first stages precede the dependency wait."""
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
-        count = schedule.unit_count(worker)
-
-        first = schedule.unit(worker, Int32(0))
-        ahead = Int32(cutlass.min(first.k_end - first.k_begin, self.stage_count))
-        if count == 0:
-            ahead = Int32(0)
-        early = state.clone()
-        for k in cutlass.range(ahead, unroll=1):
-            stages.producer_acquire(early)
-            loads.early(first, first.k_begin + k, early.index, stages.producer_get_barrier(early))
-            early.advance()
-        cute.arch.griddepcontrol_wait()
-        for k in cutlass.range(ahead, unroll=1):
-            loads.late(first, first.k_begin + k, state.index, stages.producer_get_barrier(state))
-            state.advance()
-
-        for index in cutlass.range(count, unroll=1):
-            unit = schedule.unit(worker, index)
-            begin = Int32(unit.k_begin)
-            if index == 0:
-                begin += ahead
-            for k in cutlass.range(begin, unit.k_end, unroll=1):
-                stages.producer_acquire(state)
-                barrier = stages.producer_get_barrier(state)
-                loads.early(unit, k, state.index, barrier)
-                loads.late(unit, k, state.index, barrier)
-                state.advance()
-        cute.arch.griddepcontrol_launch_dependents()
-        stages.producer_tail(state)
-
-    @cute.jit
     def multiply(self, mmas, operands, accumulators, pipelines, place):
         """MMA warp: one accumulator a unit, four MMAs a stage; a stage is released when its MMAs are done."""
         schedule, worker, rank = place
@@ -488,7 +413,9 @@ class PersistentGemm:
             complete = cutlass.Boolean(True)
             if cutlass.const_expr(self.tuning.stream_k):
                 if unit.pieces > 1:
-                    complete = self.add_pieces(rows, unit, workspace, place, row)
+                    warps = self.tuning.unit_rows // WARP
+                    pieces = Pieces(schedule, workspace, unit, worker, row // WARP, warps, self.tuning.tile_n)
+                    complete = self.add_pieces(rows, pieces)
             if complete:
                 pairs = self.take_row(rows)
                 self.release(accumulators, slot)
@@ -513,53 +440,48 @@ class PersistentGemm:
             accumulators.consumer_release(slot)
 
     @cute.jit
-    def add_pieces(self, rows, unit, workspace, place, row):
-        """Deliver this warp's 32 rows of a piece; True for the warp that completes them, with the sum back in
-        TMEM.
+    def add_pieces(self, rows, pieces):
+        """Deliver this warp's rows of a piece; True for who completes them, with the sum back in TMEM.
 
-        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing.
+        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing. Who
+        finds all others delivered need not write out its own piece, which is in TMEM.
         """
-        schedule, worker, _ = place
-        own = self.partial_rows(workspace, schedule.partial_slot(worker, unit.tile), row)
-        for chunk in cutlass.range_constexpr(rows.chunks):
-            cute.copy(self.partial_atom(), cute.recast_tensor(rows.read(chunk), Float32), own[None, chunk])
-        counter = workspace.counters.iterator + unit.tile * (self.tuning.unit_rows // WARP) + row // WARP
-        cute.arch.sync_warp()
-        arrived = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            cute.arch.fence_acq_rel_gpu()
-            arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            cute.arch.fence_acq_rel_gpu()
-        arrived = cute.arch.shuffle_sync(arrived, 0)
-        complete = arrived == unit.pieces - 1
+        complete = pieces.all_others_delivered()
+        if cutlass.not_(complete):
+            own = pieces.own
+            for chunk in cutlass.range_constexpr(rows.chunks):
+                words = cute.recast_tensor(rows.read(chunk), Float32)
+                cute.copy(pieces.atom(), as_vectors(words), self.chunk_of(own, chunk))
+            complete = pieces.deliver()
         if complete:
-            cute.arch.sync_warp()
             for first in cutlass.range_constexpr(0, rows.chunks, SUM_CHUNKS):
                 total = cute.make_rmem_tensor((CHUNK, SUM_CHUNKS), Float32)
                 total.fill(0.0)
-                for piece in cutlass.range(unit.pieces, unroll=1):
-                    slot = schedule.partial_slot(unit.first_worker + piece, unit.tile)
+                for number in cutlass.range(pieces.unit.pieces, unroll=1):
                     part = cute.make_rmem_tensor((CHUNK, SUM_CHUNKS), Float32)
-                    source = self.partial_rows(workspace, slot, row)
-                    for chunk in cutlass.range_constexpr(SUM_CHUNKS):
-                        cute.copy(self.partial_atom(), source[None, first + chunk], part[None, chunk])
+                    owner = pieces.unit.first_worker + number
+                    if owner == pieces.worker:
+                        for chunk in cutlass.range_constexpr(SUM_CHUNKS):
+                            words = cute.recast_tensor(rows.read(first + chunk), Float32)
+                            part[None, chunk].store(words.load())
+                    else:
+                        source = pieces.piece(owner)
+                        for chunk in cutlass.range_constexpr(SUM_CHUNKS):
+                            target = as_vectors(part[None, chunk])
+                            cute.copy(pieces.atom(), self.chunk_of(source, first + chunk), target)
                     total.store(total.load() + part.load())
                 for chunk in cutlass.range_constexpr(SUM_CHUNKS):
                     rows.write(first + chunk, cute.recast_tensor(total[None, chunk], Int32))
             rows.written()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.store(counter, Int32(0))
+            pieces.reset()
         return complete
 
-    def partial_atom(self):
-        """16 bytes a thread."""
-        return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
+    @staticmethod
+    def chunk_of(piece, chunk: int):
+        """The values of a chunk of columns in a row of a piece, (4, CHUNK / 4)."""
+        return cute.local_tile(piece, (4, CHUNK // 4), (0, chunk))
 
-    def partial_rows(self, workspace, slot, row):
-        """The calling thread's row of a slot, (CHUNK, chunks); a warp's access covers 512 bytes in a row."""
-        block = (slot * (self.tuning.unit_rows // WARP) + row // WARP) * Int64(WARP * self.tuning.tile_n)
-        base = workspace.partials.iterator + block + cute.arch.lane_idx() * 4
-        layout = cute.make_layout(
-            ((4, CHUNK // 4), self.tuning.tile_n // CHUNK), stride=((1, 4 * WARP), CHUNK * WARP)
-        )
-        return cute.make_tensor(base.align(16), layout)
+
+def as_vectors(values):
+    """32 register values as (4, CHUNK / 4): 16 bytes a copy."""
+    return cute.make_tensor(values.iterator, cute.make_layout((4, CHUNK // 4)))

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from cute_gemma.kernels.common.gemm import BLOCK_K
 from cute_gemma.kernels.common.schedule import split_plan
 
 SM_COUNT = 148  # of a B200
-BLOCK_K = 64  # elements of K a stage
 ACC_COLUMNS = 256  # of one of two accumulators in TMEM's 512 columns (PTX ISA, "Tensor Memory")
 FLOPS_PER_CYCLE = 8192  # dense bf16, an SM: 2.25 PFLOP/s over 148 SMs at 1.85 GHz (B200 data sheet)
 L2_BYTES_PER_CYCLE = 64  # into an SM's shared memory, the width of its L2 port
