@@ -4,9 +4,9 @@
     report = emulator.emulate(compiled, a, b, c)          # CPU tensors; results appear in them
     print(report.summary())
 
-The compiled function's own host code runs; each launch it makes is executed warp by warp, with shared memory, tensor
-memory, barriers, TMA and tensor cores, and checked: races, missing waits and fences, out-of-bounds accesses, deadlocks.
-A fault raises a subclass of `EmulationError` that names the instruction, CTA and warp.
+The compiled function's own host code runs; each launch it makes is executed warp by warp, with shared memory,
+tensor memory, barriers, TMA and tensor cores, and checked: races, missing waits and fences, out-of-bounds
+accesses, deadlocks. A fault raises a subclass of `EmulationError` that names the instruction, CTA and warp.
 """
 
 from .capture import CaptureError, capture_launches, compile

@@ -23,11 +23,20 @@ from .lowering import CSRC
 from .report import LaunchReport, Report
 from .timeline import TRACE_DTYPE
 
-# The engine's target is the very machine: no library leaves it. Fused multiply-add stands only where PTX has one.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-strict-aliasing", "-w")
+# The engine's target is the very machine: no library leaves it. Fused multiply-add stands only where PTX has
+# one.
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-strict-aliasing",
+    "-w",
+)
 _POLICIES = {"eager": 0, "lazy": 1, "random": 2}
-_HAZARDS = {False: 0, True: 1, "strict": 2, "scoreboard": 3}        # LaunchDesc.hazards of emu.h
-_SM_COUNT = {100: 148, 90: 132}        # CUDA: B200 and H200
+_HAZARDS = {False: 0, True: 1, "strict": 2, "scoreboard": 3}  # LaunchDesc.hazards of emu.h
+_SM_COUNT = {100: 148, 90: 132}  # CUDA: B200 and H200
 
 
 @dataclass(frozen=True)
@@ -43,14 +52,15 @@ class Region:
 class Options:
     """How to run.
 
-    schedule: when asynchronous operations complete: "lazy" (as late as legal), "eager", or "random:SEED" (which also
-    interleaves warps at random). hazards: True checks ordering and races; "strict" makes advice an error; "scoreboard" is
-    True without the error for results of tcgen05.ld used before tcgen05.wait::ld (the PTX ISA asks for the wait, but the
-    assembler lets the hardware's scoreboard do it, and kernels are in use that rely on that); False is off.
-    sm_count: CTAs resident at once; None takes the card of the kernel's target. approx_edge: approximate instructions sit
-    at the edge of their documented error. progress: called with (CTAs done, CTAs); True draws a bar. memory: further
-    tensors or Regions that the kernels may touch, beyond the tensor arguments. trace: events to record at most for
-    `LaunchReport.write_trace`; 0 records none.
+    schedule: when asynchronous operations complete: "lazy" (as late as legal), "eager", or "random:SEED"
+    (which also interleaves warps at random). hazards: True checks ordering and races; "strict" makes advice
+    an error; "scoreboard" is True without the error for results of tcgen05.ld used before tcgen05.wait::ld
+    (the PTX ISA asks for the wait, but the assembler lets the hardware's scoreboard do it, and kernels are in
+    use that rely on that); False is off. sm_count: CTAs resident at once; None takes the card of the kernel's
+    target. approx_edge: approximate instructions sit at the edge of their documented error. progress: called
+    with (CTAs done, CTAs); True draws a bar. memory: further tensors or Regions that the kernels may touch,
+    beyond the tensor arguments. trace: events to record at most for `LaunchReport.write_trace`; 0 records
+    none.
     """
 
     schedule: str = "lazy"
@@ -82,14 +92,20 @@ _PROGRESS = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_uint64)
 
 
 class _CRegion(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_uint64), ("size", ctypes.c_uint64), ("writable", ctypes.c_uint32), ("index", ctypes.c_uint32)]
+    _fields_ = [
+        ("base", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("writable", ctypes.c_uint32),
+        ("index", ctypes.c_uint32),
+    ]
 
 
 class _CLaunch(ctypes.Structure):
     """LaunchDesc of emu.h."""
 
     _fields_ = [
-        ("program", ctypes.POINTER(programs.CProgram)), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+        ("program", ctypes.POINTER(programs.CProgram)), ("grid", ctypes.c_uint32 * 3), ("block",
+        ctypes.c_uint32 * 3),
         ("cluster", ctypes.c_uint32 * 3), ("static_smem", ctypes.c_uint32), ("dynamic_smem", ctypes.c_uint32),
         ("dynamic_base", ctypes.c_uint32), ("params", ctypes.c_void_p), ("param_bytes", ctypes.c_uint32),
         ("regions", ctypes.POINTER(_CRegion)), ("nregions", ctypes.c_uint32), ("arch", ctypes.c_uint32),
@@ -100,7 +116,8 @@ class _CLaunch(ctypes.Structure):
 
 
 _FIGURES = (
-    "tma_load_bytes", "tma_store_bytes", "mma_flops", "tmem_load_bytes", "tmem_store_bytes", "smem_wavefronts",
+    "tma_load_bytes", "tma_store_bytes", "mma_flops", "tmem_load_bytes", "tmem_store_bytes",
+    "smem_wavefronts",
     "smem_ideal_wavefronts", "sectors_read", "sectors_written",
 )  # fmt: skip
 
@@ -109,8 +126,10 @@ class _CResult(ctypes.Structure):
     """LaunchResult of emu.h."""
 
     _fields_ = [
-        ("fault", ctypes.c_uint32), ("line", ctypes.c_uint32), ("warp", ctypes.c_uint32), ("cta", ctypes.c_uint32 * 3),
-        ("message", ctypes.c_char * 4096), ("warp_instructions", ctypes.c_uint64), ("counts", ctypes.c_void_p),
+        ("fault", ctypes.c_uint32), ("line", ctypes.c_uint32), ("warp", ctypes.c_uint32), ("cta",
+        ctypes.c_uint32 * 3),
+        ("message", ctypes.c_char * 4096), ("warp_instructions", ctypes.c_uint64), ("counts",
+        ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in _FIGURES),
         ("trace", ctypes.c_void_p), ("trace_count", ctypes.c_uint64), ("footprint", ctypes.c_void_p),
     ]  # fmt: skip
@@ -191,8 +210,8 @@ _streams = threading.local()
 
 @contextlib.contextmanager
 def stream() -> Iterator[None]:
-    """Launches of separate calls in this block follow one another as on one stream: one that may start early (programmatic
-    dependent launch) is checked against the launch before it."""
+    """Launches of separate calls in this block follow one another as on one stream: one that may start early
+    (programmatic dependent launch) is checked against the launch before it."""
     before = getattr(_streams, "previous", None), getattr(_streams, "open", False)
     _streams.previous, _streams.open = None, True
     try:
@@ -202,12 +221,15 @@ def stream() -> Iterator[None]:
 
 
 def run_launch(
-    launch: Launch, regions: Sequence[Region], options: Options = Options(), previous: LaunchReport | None = None
+    launch: Launch,
+    regions: Sequence[Region],
+    options: Options = Options(),
+    previous: LaunchReport | None = None,
 ) -> LaunchReport:
     """Executes one launch on the memory in `regions` and reports what it did.
 
-    previous: the launch before it in the stream, for a programmatic one. Raises EmulationError's subclasses: at once for
-    what is not implemented, else for the first fault met.
+    previous: the launch before it in the stream, for a programmatic one. Raises EmulationError's subclasses:
+    at once for what is not implemented, else for the first fault met.
     """
     program = programs.load(launch.ptx, launch.kernel_name)
     if options.hazards == "strict" and program.undefined:
@@ -222,13 +244,16 @@ def run_launch(
     consts = program.constants(params, _launch_specials(launch, program, arch))
     c_program, keep = program.c_struct(consts, options.approx_edge)
     every = [*regions, *(Region(m.ctypes.data, len(m)) for m in program.variables.values())]
-    c_regions = (_CRegion * max(1, len(every)))(*(_CRegion(r.base, r.size, r.writable, i) for i, r in enumerate(every)))
+    c_regions = (_CRegion * max(1, len(every)))(
+        *(_CRegion(r.base, r.size, r.writable, i) for i, r in enumerate(every))
+    )
     warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32)
     counts = np.zeros((warps, len(program.ops)), np.uint64)
     with _progress(options.progress, launch) as progress:
         desc = _CLaunch(
             ctypes.pointer(c_program), launch.grid, launch.block, launch.cluster, program.static_smem,
-            launch.dynamic_smem, program.dynamic_base, params.ctypes.data, program.kernel.param_bytes, c_regions,
+            launch.dynamic_smem, program.dynamic_base, params.ctypes.data, program.kernel.param_bytes,
+            c_regions,
             len(every), arch, options.sm_count or _SM_COUNT[arch], policy, seed,
             _HAZARDS[options.hazards], launch.programmatic, options.approx_edge,
             progress, options.trace, previous.footprint.pointer if previous is not None else None,
@@ -306,7 +331,9 @@ def _progress(progress: Any, launch: Launch) -> Iterator[Any]:
     else:
         from tqdm import tqdm
 
-        with tqdm(total=launch.grid[0] * launch.grid[1] * launch.grid[2], unit="CTA", desc=launch.kernel_name[:40]) as bar:
+        with tqdm(
+            total=launch.grid[0] * launch.grid[1] * launch.grid[2], unit="CTA", desc=launch.kernel_name[:40]
+        ) as bar:
             yield _PROGRESS(lambda done, total: bar.update(done - bar.n) and None)
 
 
@@ -318,15 +345,20 @@ class _Stream:
         self.previous = _streams.previous if getattr(_streams, "open", False) else None
 
     def __call__(self, launch: Launch) -> None:
-        report = run_launch(launch, self.regions, self.options, self.previous if launch.programmatic else None)
+        report = run_launch(
+            launch, self.regions, self.options, self.previous if launch.programmatic else None
+        )
         self.reports.append(report)
         self.previous = report
         if getattr(_streams, "open", False):
             _streams.previous = report
 
 
-def run_host_code(host_code: HostCode, args: Sequence[Any], options: Options | None = None) -> list[LaunchReport]:
-    """Runs a compiled function's host code on CPU tensors, executing each launch it makes; one report a launch."""
+def run_host_code(
+    host_code: HostCode, args: Sequence[Any], options: Options | None = None
+) -> list[LaunchReport]:
+    """Runs a compiled function's host code on CPU tensors, executing each launch it makes; one report a
+    launch."""
     options = options or Options()
     run = _Stream(_regions(args, options), options)
     host_code(args, run)
@@ -336,11 +368,12 @@ def run_host_code(host_code: HostCode, args: Sequence[Any], options: Options | N
 def emulate(compiled: Any, *args: Any, options: Options | None = None, **settings: Any) -> Report:
     """Calls a compiled CuTe DSL function with CPU tensors and executes the kernels it launches.
 
-    compiled: what `cute_gemma.emulator.compile` (or `cute.compile` with PTX kept) returned, for sm_90a or sm_100a. args:
-    what one would call it with, tensors in CPU memory; results appear in them. settings: fields of `Options`.
+    compiled: what `cute_gemma.emulator.compile` (or `cute.compile` with PTX kept) returned, for sm_90a or
+    sm_100a. args: what one would call it with, tensors in CPU memory; results appear in them. settings:
+    fields of `Options`.
 
-    Raises CaptureError when the function's host code cannot be run here, and EmulationError's subclasses for what the
-    kernels do wrong.
+    Raises CaptureError when the function's host code cannot be run here, and EmulationError's subclasses for
+    what the kernels do wrong.
     """
     if options is not None and settings:
         raise TypeError(f"options: given together with {', '.join(settings)}, expected one or the other")

@@ -6,8 +6,8 @@ from __future__ import annotations
 class EmulationError(RuntimeError):
     """A launch that the emulator refused or stopped.
 
-    kernel: the entry's name. line, text: the PTX line (1-based) and its text. source: "file:line" of the Python
-    source when the kernel was compiled with line information. cta, warp, role: who executed it.
+    kernel: the entry's name. line, text: the PTX line (1-based) and its text. source: "file:line" of the
+    Python source when the kernel was compiled with line information. cta, warp, role: who executed it.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """PTX instructions to the interpreter's operations: the registry of lowerings and the builder they write to.
 
 A lowering is a function `(ins, b)` registered for the first words of an opcode: `@lowers("mbarrier")`, or
-`@lowers("ld.param")` where two words decide (the longer one wins); `ins` is a `ptx.Instruction`, `b` the `Builder`.
-It must raise `UnsupportedInstruction` (`raise b.unsupported("why")`) for any modifier it does not implement.
+`@lowers("ld.param")` where two words decide (the longer one wins); `ins` is a `ptx.Instruction`, `b` the
+`Builder`. It must raise `UnsupportedInstruction` (`raise b.unsupported("why")`) for any modifier it does not
+implement.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ CSRC = Path(__file__).parent / "csrc"
 
 # Symbolic references: plain numbers are value registers, the rest is offset by its kind.
 CONST, PRED, LABEL = 1 << 24, 1 << 25, 1 << 26
-FALSE, TRUE = PRED, PRED + 1          # predicates that interp_start fills
+FALSE, TRUE = PRED, PRED + 1  # predicates that interp_start fills
 
 # Op.flags in emu.h
 PRED_NEG, PENDING, ALIGNED, SYNC = 1, 2, 4, 8
 
-SMEM_RESERVED = 1024                  # emu.h
+SMEM_RESERVED = 1024  # emu.h
 
 # Special registers that differ between the warps of a launch, in the order of Program's fields in emu.h.
 WARP_SPECIALS = (
     "%tid.x", "%tid.y", "%tid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%laneid", "%warpid",
-    "%clusterid.x", "%clusterid.y", "%clusterid.z", "%cluster_ctaid.x", "%cluster_ctaid.y", "%cluster_ctaid.z",
+    "%clusterid.x", "%clusterid.y", "%clusterid.z", "%cluster_ctaid.x", "%cluster_ctaid.y",
+    "%cluster_ctaid.z",
     "%cluster_ctarank", "%smid", "%smem_window",
 )  # fmt: skip
 # Special registers that a launch fixes: engine.py puts their values into the constant bank.
@@ -39,7 +41,9 @@ LAUNCH_SPECIALS = frozenset(
     [f"%{name}.{axis}" for name in ("ntid", "nctaid", "cluster_nctaid", "nclusterid") for axis in "xyz"]
     + ["%cluster_nctarank", "%dynamic_smem_size", "%total_smem_size", "%nwarpid", "%nsmid", "%gridid"]
 )
-TIME_SPECIALS = frozenset(["%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"])
+TIME_SPECIALS = frozenset(
+    ["%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"]
+)
 _LANE_MASKS = {
     "%lanemask_eq": lambda lane: 1 << lane,
     "%lanemask_le": lambda lane: (2 << lane) - 1,
@@ -79,7 +83,8 @@ def opcodes() -> dict[str, int]:
 
 
 class Op:
-    """One operation under construction; fields as in emu.h, references symbolic. ins: index of its instruction.
+    """One operation under construction; fields as in emu.h, references symbolic. ins: index of its
+    instruction.
 
     settled: it runs after the wait for the registers in flight that it touches.
     """
@@ -88,7 +93,8 @@ class Op:
 
     def __init__(self, code, flags, guard, refs, sub, imm, imm2, target, ins, line, settled) -> None:
         self.code, self.flags, self.guard, self.refs, self.sub = code, flags, guard, refs, sub
-        self.imm, self.imm2, self.target, self.ins, self.line, self.settled = imm, imm2, target, ins, line, settled
+        self.imm, self.imm2, self.target = imm, imm2, target
+        self.ins, self.line, self.settled = ins, line, settled
 
 
 def _f32_to_f64(bits: int) -> int:
@@ -102,27 +108,29 @@ def _f64_to_f32(bits: int) -> int:
 class Builder:
     """What a lowering uses. References are symbolic until registers are allocated.
 
-    src(operand, bits) / dst(operand, bits): a register reference (immediates and special registers: constant bank).
-        bits is the instruction's; a register of the other storage class (up to 32 bits, or 64) is converted with one
-        more operation (dst: zero-extended, or sign-extended with signed=True). `_` gets a scratch row.
+    src(operand, bits) / dst(operand, bits): a register reference (immediates and special registers: constant
+        bank). bits is the instruction's; a register of the other storage class (up to 32 bits, or 64) is
+        converted with one more operation (dst: zero-extended, or sign-extended with signed=True). `_` gets a
+        scratch row.
     dst(operand, bits, pending="tcgen05.ld"): a result that arrives asynchronously, in class `pending`.
     completes("tcgen05.ld"): from here on, no result of that class is in flight (a wait).
     pred_src(operand) / pred_dst(operand): a predicate index (a negated source costs a NOT operation first).
-    address(operand, bits): (reference of the base address, 32 bits for shared-window operands, else 64; byte offset).
+    address(operand, bits): (reference of the base address, 32 bits for shared-window operands, else 64; byte
+        offset).
     temp(bits) / pred_temp(): a register that lives within this instruction.
     width(operand): declared bits of a register operand.
-    emit(code, *refs, sub=0, imm=0, imm2=0, target=None, aligned=False, sync=False): appends one operation; guard and line
-        come from the instruction. target: a Symbol. sync: refs[0] is the member mask.
+    emit(code, *refs, sub=0, imm=0, imm2=0, target=None, aligned=False, sync=False): appends one operation;
+        guard and line come from the instruction. target: a Symbol. sync: refs[0] is the member mask.
     """
 
     def __init__(self, kernel: ptx.Kernel, module: ptx.Module, lines: list[str]) -> None:
         self.kernel, self.module, self.lines = kernel, module, lines
         self.codes = opcodes()
         self.ops: list[Op] = []
-        self.reg_bits: list[int] = [0] * kernel.nregs       # value registers: index -> bits, PTX registers first
+        self.reg_bits: list[int] = [0] * kernel.nregs  # value registers: index -> bits, PTX registers first
         self.consts: dict[tuple, int] = {}
-        self.specials: dict[str, int] = {}                  # warp special -> value register
-        self.preds: dict[int, int] = {}                     # PTX register id -> predicate index
+        self.specials: dict[str, int] = {}  # warp special -> value register
+        self.preds: dict[int, int] = {}  # PTX register id -> predicate index
         self.npreds = 2
         count = len(kernel.instructions)
         self.uses: list[list[int]] = [[] for _ in range(count)]
@@ -130,27 +138,33 @@ class Builder:
         self.pending: dict[str, dict[int, list[int]]] = {}  # class -> instruction -> registers
         self.completions: dict[int, list[str]] = {}
         self.first_op: list[int] = [0] * (count + 1)
-        self.jumps: dict[int, list[int]] = {}               # instruction -> instructions it may jump to
-        self.ends: set[int] = set()                         # instructions that never fall through
-        self.alias: dict[int, object] = {}                  # register id -> operand it always equals
+        self.jumps: dict[int, list[int]] = {}  # instruction -> instructions it may jump to
+        self.ends: set[int] = set()  # instructions that never fall through
+        self.alias: dict[int, object] = {}  # register id -> operand it always equals
         self.scratch = self._value(128)
         self.shared = self._shared_layout()
         self.ins: ptx.Instruction = None
         self.index = 0
         self._after: list[tuple] = []
-        self._flying: set[int] = set()                      # registers in flight in this block
+        self._flying: set[int] = set()  # registers in flight in this block
         self._held: list[tuple[int, ptx.Instruction]] = []  # copies of them that are put off
         self._settled = False
 
     # ---------------------------------------------------------------- errors
     def unsupported(self, why: str = "") -> UnsupportedInstruction:
         """The exception to raise for the instruction at hand."""
-        return self.error(UnsupportedInstruction, f"{self.ins.op} is not implemented" + (f": {why}" if why else ""))
+        return self.error(
+            UnsupportedInstruction, f"{self.ins.op} is not implemented" + (f": {why}" if why else "")
+        )
 
     def error(self, kind: type[EmulationError], message: str) -> EmulationError:
         line = self.ins.line
         return kind(
-            message, kernel=self.kernel.name, line=line, text=self.lines[line - 1].strip(), source=self.source(self.ins)
+            message,
+            kernel=self.kernel.name,
+            line=line,
+            text=self.lines[line - 1].strip(),
+            source=self.source(self.ins),
         )
 
     def source(self, ins: ptx.Instruction) -> str | None:
@@ -309,8 +323,13 @@ class Builder:
         return self.src(base, bits), offset
 
     def _shared_layout(self) -> dict[str, int]:
-        """Offsets of shared variables. Dynamic shared memory follows the static variables, aligned as declared."""
-        declared = [v for v in (*self.module.variables.values(), *self.kernel.variables.values()) if v.space == "shared"]
+        """Offsets of shared variables. Dynamic shared memory follows the static variables, aligned as
+        declared."""
+        declared = [
+            v
+            for v in (*self.module.variables.values(), *self.kernel.variables.values())
+            if v.space == "shared"
+        ]
         offset, layout = SMEM_RESERVED, {}
         for variable in declared:
             if variable.size:
@@ -326,7 +345,15 @@ class Builder:
 
     # ---------------------------------------------------------------- operations
     def emit(
-        self, code: str, *refs: int, sub: int = 0, imm: int = 0, imm2: int = 0, target=None, aligned=False, sync=False
+        self,
+        code: str,
+        *refs: int,
+        sub: int = 0,
+        imm: int = 0,
+        imm2: int = 0,
+        target=None,
+        aligned=False,
+        sync=False,
     ) -> None:
         number = self.codes.get(code)
         if number is None:
@@ -340,7 +367,9 @@ class Builder:
         if target is not None:
             target = self.label(target)
             self.jumps.setdefault(self.index, []).append(target)
-        self.ops.append(Op(number, flags, guard, refs, sub, imm, imm2, target, self.index, ins.line, self._settled))
+        self.ops.append(
+            Op(number, flags, guard, refs, sub, imm, imm2, target, self.index, ins.line, self._settled)
+        )
 
     def emit_indexed(self, code: str, index: int, targets: list[ptx.Symbol]) -> None:
         """A branch to one of `targets`."""
@@ -376,7 +405,7 @@ class Builder:
                 self._flying.clear()
                 if self.first_op[index - 1] == len(self.ops):
                     self._begin(index - 1, instructions[index - 1])
-                    self.emit("NOP")      # so that the instruction above is counted as often as it runs
+                    self.emit("NOP")  # so that the instruction above is counted as often as it runs
             if self._flying and self._holds(index, ins):
                 continue
             self._begin(index, ins)
@@ -391,9 +420,11 @@ class Builder:
                 self._flying.clear()
         self._release_copies(len(instructions) - 1)
         self._begin(len(instructions) - 1, instructions[-1])
-        self.ins = ptx.Instruction("exit", ("exit",), (), None, False, self.ins.line, self.ins.loc, self.ins.scope)
+        self.ins = ptx.Instruction(
+            "exit", ("exit",), (), None, False, self.ins.line, self.ins.loc, self.ins.scope
+        )
         self.first_op[len(instructions)] = len(self.ops)
-        self.emit("EXIT")                 # the closing brace
+        self.emit("EXIT")  # the closing brace
 
     def _lower(self, ins: ptx.Instruction) -> None:
         words = ins.words
@@ -404,8 +435,9 @@ class Builder:
         for after in self._after:
             self.emit(*after)
 
-    # The compiler pairs the results of tcgen05.ld with mov before the wait that the source has between: a copy of a
-    # register in flight is done at that wait. Anything else that touches it, or the end of the block, makes it due.
+    # The compiler pairs the results of tcgen05.ld with mov before the wait that the source has between: a
+    # copy of a register in flight is done at that wait. Anything else that touches it, or the end of the
+    # block, makes it due.
     def _holds(self, index: int, ins: ptx.Instruction) -> bool:
         touched = set()
         _registers_of(ins.operands, touched)
@@ -416,7 +448,9 @@ class Builder:
                 self._held.append((index, ins))
                 self._flying |= touched
                 return True
-        if self._held and (index in self.jumps or ins.words[0] in ("bra", "brx", "ret", "exit") or touched & self._flying):
+        if self._held and (
+            index in self.jumps or ins.words[0] in ("bra", "brx", "ret", "exit") or touched & self._flying
+        ):
             self._release_copies(index)
         return False
 
@@ -444,11 +478,14 @@ class _Param:
         self.offset, self.bits, self.signed = offset, bits, signed
 
 
-_NO_RESULT = frozenset(["st", "red", "bar", "barrier", "bra", "prefetch", "fence", "membar", "cp", "tcgen05", "stmatrix"])
+_NO_RESULT = frozenset(
+    ["st", "red", "bar", "barrier", "bra", "prefetch", "fence", "membar", "cp", "tcgen05", "stmatrix"]
+)
 
 
 def param_field(ins: ptx.Instruction, kernel: ptx.Kernel, lane: int = 0) -> _Param | None:
-    """What element `lane` of an ld.param with a constant address reads, or None when the address is a register."""
+    """What element `lane` of an ld.param with a constant address reads, or None when the address is a
+    register."""
     base = ins.operands[1].base
     if not isinstance(base, ptx.Symbol) or base.name not in kernel.params:
         return None
@@ -458,7 +495,8 @@ def param_field(ins: ptx.Instruction, kernel: ptx.Kernel, lane: int = 0) -> _Par
 
 
 def _aliases(kernel: ptx.Kernel) -> dict[int, object]:
-    """Registers with one definition that is a constant of the launch or a special register: id -> that operand."""
+    """Registers with one definition that is a constant of the launch or a special register: id -> that
+    operand."""
     definitions: dict[int, int] = {}
     found: dict[int, object] = {}
     for ins in kernel.instructions:
@@ -471,7 +509,9 @@ def _aliases(kernel: ptx.Kernel) -> dict[int, object]:
             continue
         if ins.words[0] == "mov" and isinstance(operands[0], ptx.Reg) and operands[0].bits > 1:
             value = operands[1]
-            if isinstance(value, ptx.Imm) or (isinstance(value, ptx.Special) and value.name in _STEADY_SPECIALS):
+            if isinstance(value, ptx.Imm) or (
+                isinstance(value, ptx.Special) and value.name in _STEADY_SPECIALS
+            ):
                 found[operands[0].id] = value
             elif isinstance(value, ptx.Symbol) and value.name in kernel.params:
                 found[operands[0].id] = value

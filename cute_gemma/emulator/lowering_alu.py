@@ -68,7 +68,8 @@ def lower_add(ins: ptx.Instruction, b: Builder) -> None:
 
 
 def integer(ins: ptx.Instruction, b: Builder, stem: str, kind: str, count: int, signed: bool = False) -> None:
-    """An integer operation of equal widths. 16 bits are computed in 32 and cut; `signed` extends their sources first."""
+    """An integer operation of equal widths. 16 bits are computed in 32 and cut; `signed` extends their
+    sources first."""
     bits = INTS[kind]
     if bits != 16:
         return nary(ins, b, f"{stem}{bits}", (bits,) * count)
@@ -97,7 +98,11 @@ def lower_float(ins: ptx.Instruction, b: Builder, name: str, count: int) -> None
         if sub & 3:
             raise b.unsupported("only .rn is defined")
         return nary(ins, b, f"{name}_HALF", (FLOATS[kind],) * count, sub | HALF[kind])
-    if "relu" in words or (kind == "f64" and set(words) & {"ftz", "sat"}) or (kind == "f32x2" and "sat" in words):
+    if (
+        "relu" in words
+        or (kind == "f64" and set(words) & {"ftz", "sat"})
+        or (kind == "f32x2" and "sat" in words)
+    ):
         raise b.unsupported()
     nary(ins, b, f"{name}_{kind.upper()}", (FLOATS[kind],) * count, sub)
 
@@ -159,7 +164,13 @@ def lower_div(ins: ptx.Instruction, b: Builder) -> None:
     if name == "REM" or kind not in ("f32", "f64"):
         raise b.unsupported(f"type .{kind}")
     words = modifiers(ins, b, ("rn", "rz", "rm", "rp", "ftz", "full", "approx") if kind == "f32" else ROUND)
-    code = "DIV_FULL_F32" if "full" in words else "DIV_APPROX_F32" if "approx" in words else f"DIV_{kind.upper()}"
+    code = (
+        "DIV_FULL_F32"
+        if "full" in words
+        else "DIV_APPROX_F32"
+        if "approx" in words
+        else f"DIV_{kind.upper()}"
+    )
     nary(ins, b, code, (FLOATS[kind],) * 3, flags(words, b))
 
 
@@ -319,7 +330,7 @@ def lower_bfind(ins: ptx.Instruction, b: Builder) -> None:
         raise b.unsupported(f"type .{kind}")
     d, value = operands(ins, b, 2)
     source = b.src(value, bits)
-    if kind[0] == "s":                    # the most significant bit that differs from the sign
+    if kind[0] == "s":  # the most significant bit that differs from the sign
         temp = b.temp(bits)
         b.emit(f"SIGNBITS_S{bits}", temp, source)
         source = temp
@@ -353,14 +364,21 @@ _BOOLEANS = {"and": 1, "or": 2, "xor": 3}
 SET_Q, SET_FTZ = 4, 8
 
 
-def compare(ins: ptx.Instruction, b: Builder, kind: str, words, sources, p: int, q: int | None = None) -> None:
-    """Emits setp: words are the comparison, the boolean operator and .ftz; sources a, b and the combined predicate."""
+def compare(
+    ins: ptx.Instruction, b: Builder, kind: str, words, sources, p: int, q: int | None = None
+) -> None:
+    """Emits setp: words are the comparison, the boolean operator and .ftz; sources a, b and the combined
+    predicate."""
     comparison = _UNSIGNED_NAMES.get(words[0], words[0])
     rest = list(words[1:])
     sub = SET_FTZ if "ftz" in rest and rest.remove("ftz") is None else 0
     boolean = rest.pop(0) if rest and rest[0] in _BOOLEANS else None
     floating = kind in FLOATS
-    if rest or comparison not in (_FLOAT_COMPARISONS if floating else _COMPARISONS) or kind in ("f16x2", "bf16x2"):
+    if (
+        rest
+        or comparison not in (_FLOAT_COMPARISONS if floating else _COMPARISONS)
+        or kind in ("f16x2", "bf16x2")
+    ):
         raise b.unsupported()
     left, right, type_ = _compared(b, kind, comparison, sources)
     refs = [p] if q is None else [p, q]

@@ -7,7 +7,15 @@ from .lowering import Builder, lowers
 from .lowering_alu import FTZ, INTEGRAL, INTEGRAL_ROUND, RELU, RNA, ROUND, SAT, SATFINITE, operands
 
 _INTS = {f"{kind}{bits}": bits for kind in "us" for bits in (8, 16, 32, 64)}
-_FORMATS = {"f16": 0, "bf16": 1, "f32": 2, "f64": 3, "e4m3": 4, "e5m2": 5, "tf32": 6}     # FormatId of csrc/alu.h
+_FORMATS = {
+    "f16": 0,
+    "bf16": 1,
+    "f32": 2,
+    "f64": 3,
+    "e4m3": 4,
+    "e5m2": 5,
+    "tf32": 6,
+}  # FormatId of csrc/alu.h
 _BITS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "tf32": 32}
 _PAIRS = {"f16x2": "f16", "bf16x2": "bf16", "e4m3x2": "e4m3", "e5m2x2": "e5m2"}
 _FLAGS = {"ftz": FTZ, "sat": SAT, "relu": RELU, "satfinite": SATFINITE, "rna": RNA}
@@ -56,7 +64,9 @@ def _float_to_int(b: Builder, d, s, to: str, source: str, sub: int) -> None:
     value = b.src(s, _BITS[source])
     target = b.dst(d, _INTS[to], signed=to[0] == "s")
     b.emit("CVT_FLOAT_INT", target, value, sub=sub, imm=_FORMATS[source], imm2=_type_code(to))
-    if to[0] == "s" and b.width(d) == 16:      # a negative result fills its row; a 16-bit register's upper half is zero
+    if (
+        to[0] == "s" and b.width(d) == 16
+    ):  # a negative result fills its row; a 16-bit register's upper half is zero
         b.emit("TRUNC_16", target, target)
 
 
@@ -108,7 +118,8 @@ def _int_to_int(ins: ptx.Instruction, b: Builder, to: str, source: str, words) -
         return b.emit("MOV_B32", narrow, value)
     if not signed:
         return b.emit(f"TRUNC_{bits}", narrow, value)
-    # A signed narrow result fills its register with copies of the sign; a 16-bit register's upper half stays zero.
+    # A signed narrow result fills its register with copies of the sign; a 16-bit register's upper half stays
+    # zero.
     b.emit(f"SEXT_{bits}", narrow, value)
     if width == 16:
         b.emit("TRUNC_16", narrow, narrow)
@@ -127,7 +138,8 @@ def _extended(b: Builder, value: int, operand, source: str) -> int:
 
 
 def _packed(ins: ptx.Instruction, b: Builder, to: str, source: str, words, sub: int) -> None:
-    """cvt to a pair: from two f32 (first operand to the upper half), from a pair of halves, or from a pair of bytes."""
+    """cvt to a pair: from two f32 (first operand to the upper half), from a pair of halves, or from a pair of
+    bytes."""
     element = _PAIRS[to]
     bits = 32 if element in ("f16", "bf16") else 16
     if source == "f32":

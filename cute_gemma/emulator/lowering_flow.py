@@ -58,7 +58,7 @@ def unpack(b: Builder, items: tuple, s, bits: int) -> None:
 @lowers("ld.param")
 def lower_ld_param(ins: ptx.Instruction, b: Builder) -> None:
     if param_field(ins, b.kernel) is None:
-        from .lowering import LOWERINGS      # a computed address: parameters are memory like any other
+        from .lowering import LOWERINGS  # a computed address: parameters are memory like any other
 
         return LOWERINGS["ld"](ins, b)
     modifiers(ins, b, ("param", "v2", "v4", "v8"))
@@ -125,7 +125,15 @@ def lower_shfl(ins: ptx.Instruction, b: Builder) -> None:
     sources = [b.src(members, 32), b.src(a, 32), b.src(lane, 32), b.src(clamp, 32)]
     target = d.first if isinstance(d, ptx.Pair) else d
     in_range = [b.pred_dst(d.second)] if isinstance(d, ptx.Pair) else []
-    b.emit(f"SHFL_{words[1].upper()}", sources[0], b.dst(target, 32), *sources[1:], *in_range, sub=len(in_range), sync=True)
+    b.emit(
+        f"SHFL_{words[1].upper()}",
+        sources[0],
+        b.dst(target, 32),
+        *sources[1:],
+        *in_range,
+        sub=len(in_range),
+        sync=True,
+    )
 
 
 @lowers("vote")
@@ -186,7 +194,7 @@ def lower_elect(ins: ptx.Instruction, b: Builder) -> None:
 
 
 # ---------------------------------------------------------------- addresses
-_SHARED_WINDOW = 0x7A000000_00000000      # emu.h
+_SHARED_WINDOW = 0x7A000000_00000000  # emu.h
 _SHARED_MASK = 0xFFFFFFFF_00000000
 
 
@@ -199,7 +207,7 @@ def lower_cvta(ins: ptx.Instruction, b: Builder) -> None:
     d, s = operands(ins, b, 2)
     if ins.words[-1] not in ("u64", "u32"):
         raise b.unsupported()
-    if space != "shared":                  # global, constant and parameter addresses are generic ones
+    if space != "shared":  # global, constant and parameter addresses are generic ones
         return b.emit("MOV_B64", b.dst(d, 64), b.src(s, 64))
     code, value = ("AND_B64", 0xFFFFFFFF) if to else ("OR_B64", _SHARED_WINDOW)
     b.emit(code, b.dst(d, 64), b.src(s, 64), b.imm(value, 64))

@@ -6,22 +6,15 @@ import ctypes
 import functools
 import hashlib
 import threading
-from pathlib import Path
 
 import numpy as np
 
-from . import lowering, lowering_alu, lowering_cvt, lowering_flow, ptx, registers
-from .errors import EmulationError, UnsupportedInstruction
-from .lowering import CSRC, SMEM_RESERVED, WARP_SPECIALS, Builder, opcodes
+from . import lowering_alu, lowering_cvt, lowering_engine, lowering_flow, ptx, registers
+from .lowering import WARP_SPECIALS, Builder, opcodes
 
-try:
-    from . import lowering_engine  # noqa: F401
-except ImportError:  # pragma: no cover
-    lowering_engine = None
+assert lowering_alu and lowering_cvt and lowering_flow and lowering_engine  # imported for what they register
 
-assert lowering_alu and lowering_cvt and lowering_flow      # imported for what they register
-
-_FM_EDGE = 8192                        # csrc/alu.h
+_FM_EDGE = 8192  # csrc/alu.h
 _APPROXIMATE = (
     "EX2_F32", "LG2_F32", "RCP_APPROX_F32", "RSQRT_F32", "SQRT_APPROX_F32", "SIN_F32", "COS_F32", "TANH_F32",
     "DIV_APPROX_F32", "DIV_FULL_F32", "EX2_HALF", "TANH_HALF",
@@ -40,16 +33,19 @@ class CProgram(ctypes.Structure):
     """Program of emu.h."""
 
     _fields_ = [
-        ("ops", ctypes.c_void_p), ("nops", ctypes.c_uint32), ("refs", ctypes.c_void_p), ("consts", ctypes.c_void_p),
-        ("reg_bytes", ctypes.c_uint32), ("npreds", ctypes.c_uint32), ("specials", ctypes.c_int32 * len(WARP_SPECIALS)),
+        ("ops", ctypes.c_void_p), ("nops", ctypes.c_uint32), ("refs", ctypes.c_void_p), ("consts",
+        ctypes.c_void_p),
+        ("reg_bytes", ctypes.c_uint32), ("npreds", ctypes.c_uint32), ("specials",
+        ctypes.c_int32 * len(WARP_SPECIALS)),
     ]  # fmt: skip
 
 
 class Program:
     """One kernel, ready to run.
 
-    kernel, module: the parsed PTX. ops, refs: as emu.h lays them out. first_op[i]: the operation that is executed as
-    often as instruction i. static_smem, dynamic_base: of shared memory. reg_bytes: register file of a warp. undefined: instructions that may read a register nothing wrote.
+    kernel, module: the parsed PTX. ops, refs: as emu.h lays them out. first_op[i]: the operation that is
+    executed as often as instruction i. static_smem, dynamic_base: of shared memory. reg_bytes: register file
+    of a warp. undefined: instructions that may read a register nothing wrote.
     """
 
     def __init__(self, module: ptx.Module, kernel: ptx.Kernel, lines: list[str]) -> None:
@@ -84,7 +80,8 @@ class Program:
         return slots, top * registers.SLOT
 
     def _place_variables(self) -> dict[str, np.ndarray]:
-        """Memory of .global and .const variables. It lives as long as the program, as a loaded module's does."""
+        """Memory of .global and .const variables. It lives as long as the program, as a loaded module's
+        does."""
         memory = {}
         for variable in (*self.module.variables.values(), *self.kernel.variables.values()):
             if variable.space in ("global", "const"):
@@ -99,13 +96,16 @@ class Program:
         return bank[start : start + 4 * bits].view(np.uint64 if bits == 64 else np.uint32)
 
     def constants(self, params: np.ndarray, launch: dict[str, int]) -> np.ndarray:
-        """The constant bank of one launch: params is its parameter block, launch the values of special registers."""
+        """The constant bank of one launch: params is its parameter block, launch the values of special
+        registers."""
         bank = aligned(len(self.template))
         bank[:] = self.template
         for (kind, value, bits), slot in zip(self.const_keys, self.const_slots):
             if kind == "param":
                 offset, width, signed = value
-                field = int.from_bytes(params[offset : offset + width // 8].tobytes(), "little", signed=signed)
+                field = int.from_bytes(
+                    params[offset : offset + width // 8].tobytes(), "little", signed=signed
+                )
                 self._row(bank, slot, bits)[:] = field & ((1 << bits) - 1)
             elif kind == "param_addr":
                 self._row(bank, slot, bits)[:] = params.ctypes.data + value
@@ -133,7 +133,8 @@ class Program:
         return {ins.line: self.source(ins) for ins in self.kernel.instructions}
 
     def source_of(self, line: int) -> str | None:
-        """"file:line" of the Python source of a PTX line, when the kernel was compiled with line information."""
+        """ "file:line" of the Python source of a PTX line, when the kernel was compiled with line
+        information."""
         return self._sources.get(line)
 
     def instruction_counts(self, counts: np.ndarray) -> np.ndarray:
@@ -149,7 +150,8 @@ _lock = threading.Lock()
 def load(text: str, kernel: str) -> Program:
     """The program of `kernel` in the PTX `text`.
 
-    Raises KeyError for a kernel that the text lacks, PtxSyntaxError, and UnsupportedInstruction for what is not implemented.
+    Raises KeyError for a kernel that the text lacks, PtxSyntaxError, and UnsupportedInstruction for what is
+    not implemented.
     """
     key = hashlib.sha256(text.encode()).digest()
     with _lock:

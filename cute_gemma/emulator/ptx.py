@@ -22,7 +22,8 @@ _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r]+|//[^\n]*|/\*.*?\*/)
       |(?P<newline>\n)
       |(?P<word>[.%$_A-Za-z][\w$%.]*(?:::[\w.]+)*)
-      |(?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
+      |(?P<number>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|0[bB][01]+U?
+                 |\d+\.\d*(?:[eE][+-]?\d+)?|\d+U?)
       |(?P<string>"[^"\n]*")
       |(?P<punct>[{}()\[\],;:@!|+\-<>=])""",
     re.VERBOSE | re.DOTALL,
@@ -108,7 +109,8 @@ SINK = Sink()
 class Instruction:
     """op: the whole opcode; words: its parts; guard: predicate register or None, negated by guard_neg.
 
-    line: of the PTX text. loc: (file number, line) of the .loc before it, or None. scope: its block, for labels.
+    line: of the PTX text. loc: (file number, line) of the .loc before it, or None. scope: its block, for
+    labels.
     """
 
     __slots__ = ("op", "words", "operands", "guard", "guard_neg", "line", "loc", "scope")
@@ -142,7 +144,8 @@ class Scope:
 
 @dataclass(frozen=True)
 class Variable:
-    """A .param, .shared, .global or .const variable. offset: of a parameter in the block. data: an initialiser."""
+    """A .param, .shared, .global or .const variable. offset: of a parameter in the block. data: an
+    initialiser."""
 
     name: str
     space: str
@@ -189,9 +192,8 @@ def parse(text: str) -> Module:
 
 
 def _tokens(text: str) -> list[tuple[str, str, int]]:
-    tokens, line, position, end = [], 1, 0, len(text)
     text = text.rstrip("\0")
-    end = len(text)
+    tokens, line, position, end = [], 1, 0, len(text)
     match = _TOKEN.match
     append = tokens.append
     while position < end:
@@ -395,7 +397,9 @@ class _Parser:
         while True:
             word = self.next()
             if word == ".align":
-                align = align or self.integer() if kind is None else (self.integer(), align)[1]
+                value = self.integer()
+                if kind is None:          # after the type it is of what a pointer points to
+                    align = value
             elif word[1:] in TYPE_BITS and word[0] == ".":
                 kind = word[1:]
             elif not word.startswith("."):
@@ -458,8 +462,6 @@ class _Parser:
     def directive(self, word: str) -> None:
         if word == ".reg":
             kind = self.next()
-            while kind in (".v2", ".v4"):
-                self.fail("vector registers are not supported")
             if kind[1:] not in TYPE_BITS:
                 self.fail("register type not understood")
             while True:
@@ -533,11 +535,7 @@ class _Parser:
         if kind == "word":
             self.at += 1
             found = self.named(value)
-            if self.peek() == "|":
-                self.at += 1
-                second = self.operand()
-                return Pair(found, second)
-            return found
+            return Pair(found, self.operand()) if self.accept("|") else found
         if kind == "number":
             self.at += 1
             return _number(value)

@@ -1,9 +1,9 @@
 """Register allocation: from the builder's symbolic registers to slots of a warp's register file.
 
-Registers are allocated by linear scan over live intervals, so that a warp's file stays within the cache. One lane's
-control flow decides liveness, as for a scalar processor: a row holds every lane's own value, and lanes elsewhere in
-the program keep theirs because writes are masked. A result that arrives asynchronously keeps its row to itself
-until the wait of its class has run on every path.
+Registers are allocated by linear scan over live intervals, so that a warp's file stays within the cache. One
+lane's control flow decides liveness, as for a scalar processor: a row holds every lane's own value, and lanes
+elsewhere in the program keep theirs because writes are masked. A result that arrives asynchronously keeps its
+row to itself until the wait of its class has run on every path.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _liveness(builder: Builder, flow: Flow, nregs: int) -> tuple[np.ndarray, np.
         defined, used = set(), set()
         for i in range(start, end):
             used.update(r for r in builder.uses[i] if r not in defined)
-            if instructions[i].guard is None:          # a guarded write keeps the old value in some lanes
+            if instructions[i].guard is None:  # a guarded write keeps the old value in some lanes
                 defined.update(builder.defs[i])
         use[b, list(used)] = True
         define[b, list(defined)] = True
@@ -105,7 +105,9 @@ def _in_flight(builder: Builder, flow: Flow) -> list[set[int]]:
     return before
 
 
-def _intervals(builder: Builder, flow: Flow, before: list[set[int]], live: tuple, nregs: int) -> tuple[list, list]:
+def _intervals(
+    builder: Builder, flow: Flow, before: list[set[int]], live: tuple, nregs: int
+) -> tuple[list, list]:
     """First and last instruction at which each register needs its row; last < first where it is unused."""
     first, last = [len(builder.uses)] * nregs, [-1] * nregs
     for i, (uses, defs) in enumerate(zip(builder.uses, builder.defs)):
@@ -133,8 +135,8 @@ def _first_true(table: np.ndarray) -> tuple[list[int], list[int]]:
 
 
 def _undefined(builder: Builder, live_in: np.ndarray) -> list[int]:
-    """Instructions that read a PTX register which some path has not written. wgmma is passed over: with a false
-    scale-d it does not read the accumulators that it names."""
+    """Instructions that read a PTX register which some path has not written. wgmma is passed over: with a
+    false scale-d it does not read the accumulators that it names."""
     instructions = builder.kernel.instructions
     unwritten = set(np.flatnonzero(live_in[0, : builder.kernel.nregs]).tolist())
     for i, ins in enumerate(instructions):
@@ -159,9 +161,11 @@ def _linear_scan(first: list[int], last: list[int], registers: list[int]) -> tup
 
 
 def allocate(builder: Builder) -> tuple[dict[int, int], int, list[int]]:
-    """Slots of the value registers, the slots a register file has, and the instructions that may read an unwritten one.
+    """Slots of the value registers, the slots a register file has, and the instructions that may read an
+    unwritten one.
 
-    Warp specials and the scratch row keep their slots all along. Flags operations that touch a register in flight.
+    Warp specials and the scratch row keep their slots all along. Flags operations that touch a register in
+    flight.
     """
     flow = Flow(builder)
     before = _in_flight(builder, flow)
@@ -169,15 +173,17 @@ def allocate(builder: Builder) -> tuple[dict[int, int], int, list[int]]:
     live = _liveness(builder, flow, nregs)
     first, last = _intervals(builder, flow, before, live, nregs)
     slots: dict[int, int] = {builder.scratch: 0}
-    top = 8                                                    # scratch: one 128-bit row
+    top = 8  # scratch: one 128-bit row
     fixed = {builder.scratch, *builder.specials.values()}
     for value in builder.specials.values():
         slots[value] = top
         top += 2
-    for size in (64, 128, 32):                                 # the widest first keeps every row aligned
+    for size in (64, 128, 32):  # the widest first keeps every row aligned
         low = {64: 33, 128: 65, 32: 1}[size]
         members = [
-            r for r, bits in enumerate(builder.reg_bits) if low <= bits <= size and r not in fixed and last[r] >= 0
+            r
+            for r, bits in enumerate(builder.reg_bits)
+            if low <= bits <= size and r not in fixed and last[r] >= 0
         ]
         rows, count = _linear_scan(first, last, members)
         width = size // 16
@@ -196,8 +202,8 @@ def _flag_pending(builder: Builder, before: list[set[int]]) -> None:
 
 
 def pred_shift(top: int) -> int:
-    """What is added to predicate indices (but the two constant ones) so that none is also the slot of a value register: the
-    check for registers in flight sees bare numbers."""
+    """What is added to predicate indices (but the two constant ones) so that none is also the slot of a value
+    register: the check for registers in flight sees bare numbers."""
     return top
 
 

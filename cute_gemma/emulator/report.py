@@ -20,15 +20,15 @@ class LaunchReport:
 
     warp_instructions: executed in all, a warp's execution of one PTX instruction counting once.
     tma_load_bytes, tma_store_bytes: moved by bulk and tensor copies, a multicast counting once. mma_flops: of
-    tensor-core operations, 2 per multiply-add. tmem_load_bytes, tmem_store_bytes: by tcgen05.ld and tcgen05.st.
-    smem_wavefronts: passes that shared memory accesses took, and smem_ideal_wavefronts what they would have taken
-    without bank conflicts. sectors_read, sectors_written: distinct 32-byte sectors of global memory. seconds: that
-    the emulation took.
+    tensor-core operations, 2 per multiply-add. tmem_load_bytes, tmem_store_bytes: by tcgen05.ld and
+    tcgen05.st. smem_wavefronts: passes that shared memory accesses took, and smem_ideal_wavefronts what they
+    would have taken without bank conflicts. sectors_read, sectors_written: distinct 32-byte sectors of global
+    memory. seconds: that the emulation took.
     """
 
     launch: Launch
     program: Program = field(repr=False)
-    counts: np.ndarray = field(repr=False)     # [warp of the CTA, PTX instruction], summed over CTAs
+    counts: np.ndarray = field(repr=False)  # [warp of the CTA, PTX instruction], summed over CTAs
     seconds: float = 0.0
     warp_instructions: int = 0
     tma_load_bytes: int = 0
@@ -81,10 +81,11 @@ class LaunchReport:
         return dict(counter.most_common())
 
     def write_trace(self, path: str | Path, roles: dict[str, Iterable[int]] | None = None) -> None:
-        """Writes the timeline as Chrome trace JSON, which Perfetto opens. Time is logical (one unit a warp-instruction).
+        """Writes the timeline as Chrome trace JSON, which Perfetto opens. Time is logical (one unit a
+        warp-instruction).
 
-        roles: warp indices by role, for the names of the tracks. Raises ValueError when no events were recorded
-        (`Options(trace=...)`).
+        roles: warp indices by role, for the names of the tracks. Raises ValueError when no events were
+        recorded (`Options(trace=...)`).
         """
         timeline.write(path, self, roles or {})
 
@@ -93,7 +94,8 @@ class LaunchReport:
         rate = self.warp_instructions / self.seconds / 1e6 if self.seconds else 0.0
         conflict = self.smem_wavefronts / self.smem_ideal_wavefronts if self.smem_ideal_wavefronts else 1.0
         lines = [
-            f"{self.kernel_name}: grid {self.launch.grid}, block {self.launch.block}, cluster {self.launch.cluster}",
+            f"{self.kernel_name}: grid {self.launch.grid}, block {self.launch.block}, "
+            f"cluster {self.launch.cluster}",
             f"  {self.warp_instructions} warp instructions in {self.seconds:.3f} s ({rate:.1f} M/s)",
             f"  TMA {self.tma_load_bytes} B in, {self.tma_store_bytes} B out; MMA {self.mma_flops} flop",
             f"  TMEM {self.tmem_load_bytes} B read, {self.tmem_store_bytes} B written",

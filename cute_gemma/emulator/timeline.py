@@ -1,4 +1,5 @@
-"""A launch's timeline as Chrome trace JSON: a process a CTA, a track a warp, and one each for copies and the tensor core."""
+"""A launch's timeline as Chrome trace JSON: a process a CTA, a track a warp, and one each for copies and the
+tensor core."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
 
 # TraceEvent of csrc/emu.h.
 TRACE_DTYPE = np.dtype(
-    [("start", "<u8"), ("end", "<u8"), ("cta", "<u4"), ("kind", "<u2"), ("warp", "<u2"), ("line", "<u4"), ("unused", "<u4")]
+    [
+        ("start", "<u8"),
+        ("end", "<u8"),
+        ("cta", "<u4"),
+        ("kind", "<u2"),
+        ("warp", "<u2"),
+        ("line", "<u4"),
+        ("unused", "<u4"),
+    ]
 )
 _KINDS = ("run", "wait", "copy", "tensor", "arrive")
 _SHARED_TRACKS = {2: (1000, "copies"), 3: (1001, "tensor core"), 4: (1002, "remote arrivals")}
@@ -34,10 +43,8 @@ def write(path: str | Path, report: LaunchReport, roles: dict[str, Iterable[int]
         arguments = {"line": line, "ptx": text, "warp": warp}
         if source := report.program.source_of(line) if line else None:
             arguments["source"] = source
-        events.append(
-            {"name": f"{_KINDS[kind]} {opcode}".strip(), "cat": _KINDS[kind], "ph": "X", "ts": start, "dur": end - start,
-             "pid": cta, "tid": track, "args": arguments}
-        )  # fmt: skip
+        event = {"name": f"{_KINDS[kind]} {opcode}".strip(), "cat": _KINDS[kind], "ph": "X"}
+        events.append(event | {"ts": start, "dur": end - start, "pid": cta, "tid": track, "args": arguments})
     grid = report.launch.grid
     for cta in sorted({cta for cta, _ in tracks}):
         place = (cta % grid[0], cta // grid[0] % grid[1], cta // (grid[0] * grid[1]))

@@ -40,7 +40,9 @@ def run(
     types = [*("u64" for _ in arrays), *(kind for kind, _ in scalars)]
     params = ", ".join(f".param .{kind} p{i}" for i, kind in enumerate(types))
     text = KERNEL.format(params=params, body=body, block=block, module=module, target=target)
-    values = tuple(int(a.ctypes.data).to_bytes(8, "little") for a in arrays) + tuple(value for _, value in scalars)
+    values = tuple(int(a.ctypes.data).to_bytes(8, "little") for a in arrays) + tuple(
+        value for _, value in scalars
+    )
     launch = Launch("k", text, (grid, 1, 1), (block, 1, 1), (cluster, 1, 1), dynamic_smem, values)
     return run_launch(launch, [Region(a.ctypes.data, a.nbytes) for a in arrays], Options(**options))
 
@@ -49,7 +51,8 @@ _REGISTER = {2: "h", 4: "r", 8: "d"}
 
 
 def lanes(instruction: str, *inputs: np.ndarray, out: type = np.uint32, **options) -> np.ndarray:
-    """One instruction on every element: {d} is its result, {a}, {b}, {c} the inputs, {p} a predicate result or source.
+    """One instruction on every element: {d} is its result, {a}, {b}, {c} the inputs, {p} a predicate result
+    or source.
 
     All inputs have the same length, a multiple of 32. With {p} and no {d}, the result is 0 or 1 in uint32.
     """

@@ -1,4 +1,5 @@
-"""Every family of arithmetic instructions against NumPy, element by element and bit by bit where the ISA is exact."""
+"""Every family of arithmetic instructions against NumPy, element by element and bit by bit where the ISA is
+exact."""
 
 from fractions import Fraction
 
@@ -21,8 +22,10 @@ def rng(seed: int = 0) -> np.random.Generator:
 def ints(dtype, seed: int = 0) -> np.ndarray:
     info = np.iinfo(dtype)
     values = rng(seed).integers(info.min, info.max, N, dtype=dtype, endpoint=True)
-    values[:8] = np.array([0, 1, info.max, info.min, info.max - 1, 2, 31, 64], np.int64).astype(dtype) if info.min else (
-        np.array([0, 1, info.max, info.max // 2, info.max - 1, 2, 31, 64], dtype)
+    values[:8] = (
+        np.array([0, 1, info.max, info.min, info.max - 1, 2, 31, 64], np.int64).astype(dtype)
+        if info.min
+        else (np.array([0, 1, info.max, info.max // 2, info.max - 1, 2, 31, 64], dtype))
     )
     values[8:16] = np.roll(values[:8], 3)
     return values
@@ -32,7 +35,9 @@ def floats(dtype=F32, seed: int = 0) -> np.ndarray:
     g = rng(seed)
     values = (g.standard_normal(N) * np.exp2(g.integers(-20, 20, N))).astype(dtype)
     tiny = np.finfo(dtype).tiny
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, tiny, -tiny, tiny / 8, -tiny / 4, 1.0, -1.0, 0.5], dtype)
+    special = np.array(
+        [0.0, -0.0, np.inf, -np.inf, np.nan, tiny, -tiny, tiny / 8, -tiny / 4, 1.0, -1.0, 0.5], dtype
+    )
     values[: len(special)] = special
     values[16 : 16 + len(special)] = np.roll(special, 1 + seed)
     return values
@@ -42,7 +47,9 @@ def same_bits(got: np.ndarray, want: np.ndarray) -> None:
     kind = {2: np.uint16, 4: np.uint32, 8: np.uint64}[got.itemsize]
     got, want = got.view(kind), np.ascontiguousarray(want).view(kind)
     wrong = np.flatnonzero(got != want)
-    assert not len(wrong), f"{len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]:#x}, want {want[wrong[0]]:#x}"
+    assert not len(wrong), (
+        f"{len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]:#x}, want {want[wrong[0]]:#x}"
+    )
 
 
 def canonical(x: np.ndarray) -> np.ndarray:
@@ -70,7 +77,9 @@ def test_integer_arithmetic_wraps_like_numpy(name, kind):
     a, b = ints(dtype, 1), ints(dtype, 2)
     suffix = f"b{kind[1:]}" if name in ("and", "or", "xor") else kind
     with np.errstate(over="ignore"):
-        same_bits(lanes(f"{name}.{suffix} {{d}}, {{a}}, {{b}};", a, b, out=dtype), BINARY[name](a, b).astype(dtype))
+        same_bits(
+            lanes(f"{name}.{suffix} {{d}}, {{a}}, {{b}};", a, b, out=dtype), BINARY[name](a, b).astype(dtype)
+        )
 
 
 @pytest.mark.parametrize("kind", ["u16", "s16", "u32", "s32"])
@@ -137,7 +146,9 @@ def test_bit_counting():
     same_bits(lanes("popc.b32 {d}, {a};", a), np.array([s.count("1") for s in strings], U32))
     same_bits(lanes("clz.b32 {d}, {a};", a), np.array([32 - int(x).bit_length() for x in a], U32))
     same_bits(lanes("brev.b32 {d}, {a};", a), np.array([int(s[::-1], 2) for s in strings], U32))
-    same_bits(lanes("bfind.u32 {d}, {a};", a), np.array([(int(x).bit_length() - 1) & 0xFFFFFFFF for x in a], U32))
+    same_bits(
+        lanes("bfind.u32 {d}, {a};", a), np.array([(int(x).bit_length() - 1) & 0xFFFFFFFF for x in a], U32)
+    )
     want = [((int(x) if x >= 0 else ~int(x)).bit_length() - 1) & 0xFFFFFFFF for x in a.view(S32)]
     same_bits(lanes("bfind.s32 {d}, {a};", a), np.array(want, U32))
     same_bits(lanes("popc.b64 {d}, {a};", b), np.array([int(x).bit_count() for x in b], U32))
@@ -167,7 +178,9 @@ def test_bit_field_extract_follows_the_isa_pseudocode(kind):
     same_bits(got, np.array(want, a.dtype))
 
 
-@pytest.mark.parametrize(("pos", "length"), [(0, 4), (4, 8), (28, 8), (31, 1), (32, 4), (0, 32), (5, 0), (0, 255)])
+@pytest.mark.parametrize(
+    ("pos", "length"), [(0, 4), (4, 8), (28, 8), (31, 1), (32, 4), (0, 32), (5, 0), (0, 255)]
+)
 def test_bit_field_insert_follows_the_isa_pseudocode(pos, length):
     a, b = ints(U32, 1), ints(U32, 2)
 
@@ -228,7 +241,12 @@ def test_absolute_value_and_negation_of_the_least_integer_wrap():
 
 
 # ---------------------------------------------------------------- f32 and f64
-FLOAT_BINARY = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b}
+FLOAT_BINARY = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+}
 
 
 @pytest.mark.parametrize("name", FLOAT_BINARY)
@@ -295,8 +313,13 @@ def test_packed_f32x2_works_on_each_half(mode):
     same_bits(lanes(text, a.view(U64), b.view(U64), out=U64), want.view(U64))
     with np.errstate(all="ignore"):
         text = "add.rn.ftz.f32x2 {d}, {a}, {b};"
-        x, y = np.concatenate([floats(seed=1), floats(seed=3)]), np.concatenate([floats(seed=2), floats(seed=4)])
-        same_bits(lanes(text, x.view(U64), y.view(U64), out=U64), canonical(flush(flush(x) + flush(y))).view(U64))
+        x, y = (
+            np.concatenate([floats(seed=1), floats(seed=3)]),
+            np.concatenate([floats(seed=2), floats(seed=4)]),
+        )
+        same_bits(
+            lanes(text, x.view(U64), y.view(U64), out=U64), canonical(flush(flush(x) + flush(y))).view(U64)
+        )
 
 
 def ordered_min(a, b, maximum):
@@ -313,11 +336,15 @@ def test_min_and_max_of_f32(maximum):
     with np.errstate(all="ignore"):
         want = ordered_min(a, b, maximum)
         same_bits(lanes(f"{name}.f32 {{d}}, {{a}}, {{b}};", a, b, out=F32), want)
-        same_bits(lanes(f"{name}.f32 {{d}}, {{a}}, {{b}}, {{c}};", a, b, c, out=F32), ordered_min(want, c, maximum))
+        same_bits(
+            lanes(f"{name}.f32 {{d}}, {{a}}, {{b}}, {{c}};", a, b, c, out=F32), ordered_min(want, c, maximum)
+        )
         nan = np.isnan(a) | np.isnan(b)
         propagated = canonical(np.where(nan, np.nan, want))
         same_bits(lanes(f"{name}.NaN.f32 {{d}}, {{a}}, {{b}};", a, b, out=F32), propagated)
-        magnitude = ordered_min(np.abs(a), np.abs(b), maximum).view(U32) | (a.view(U32) ^ b.view(U32)) & 0x80000000
+        magnitude = (
+            ordered_min(np.abs(a), np.abs(b), maximum).view(U32) | (a.view(U32) ^ b.view(U32)) & 0x80000000
+        )
         got = lanes(f"{name}.xorsign.abs.f32 {{d}}, {{a}}, {{b}};", a, b, out=F32)
         same_bits(got[~nan], magnitude.view(F32)[~nan])
 
@@ -370,7 +397,11 @@ def test_approximate_functions_stay_within_the_documented_error(op, edge):
 @pytest.mark.parametrize(
     ("op", "values", "want"),
     [
-        ("ex2.approx.f32", [-np.inf, np.inf, 0, np.nan, 128, -149, -200], [0, np.inf, 1, np.nan, np.inf, 2.0**-149, 0]),
+        (
+            "ex2.approx.f32",
+            [-np.inf, np.inf, 0, np.nan, 128, -149, -200],
+            [0, np.inf, 1, np.nan, np.inf, 2.0**-149, 0],
+        ),
         ("ex2.approx.ftz.f32", [-126.5, 1e-40], [0, 1]),
         ("lg2.approx.f32", [0, -1, np.inf, 1], [-np.inf, np.nan, np.inf, 0]),
         ("rcp.approx.f32", [0, -0.0, np.inf, -np.inf, np.nan], [np.inf, -np.inf, 0, -0.0, np.nan]),
@@ -406,7 +437,9 @@ def test_integer_comparisons(name, kind):
 
 
 @pytest.mark.parametrize("kind", ["f32", "f64"])
-@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"])
+@pytest.mark.parametrize(
+    "name", ["eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"]
+)
 def test_float_comparisons_with_and_without_order(name, kind):
     dtype = F32 if kind == "f32" else F64
     a, b = floats(dtype, 1), floats(dtype, 2)
@@ -451,14 +484,20 @@ def test_set_and_selp_and_slct():
 # ---------------------------------------------------------------- halves
 def narrow(x: np.ndarray, kind: str) -> np.ndarray:
     """Bits of x rounded to a small format, NaN as the ISA's."""
-    bits = torch.from_numpy(np.ascontiguousarray(x)).to(SMALL[kind]).view(torch.int16 if kind in ("f16", "bf16") else torch.uint8)
+    bits = (
+        torch.from_numpy(np.ascontiguousarray(x))
+        .to(SMALL[kind])
+        .view(torch.int16 if kind in ("f16", "bf16") else torch.uint8)
+    )
     bits = bits.numpy().view(np.uint16 if kind in ("f16", "bf16") else np.uint8)
     return np.where(np.isnan(x), bits.dtype.type(0x7FFF & np.iinfo(bits.dtype).max >> 1), bits)
 
 
 def widen(bits: np.ndarray, kind: str) -> np.ndarray:
     signed = np.int16 if bits.itemsize == 2 else np.uint8
-    return torch.from_numpy(np.ascontiguousarray(bits).view(signed)).view(SMALL[kind]).to(torch.float32).numpy()
+    return (
+        torch.from_numpy(np.ascontiguousarray(bits).view(signed)).view(SMALL[kind]).to(torch.float32).numpy()
+    )
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
@@ -469,7 +508,9 @@ def test_half_arithmetic_rounds_once(name, kind):
     with np.errstate(all="ignore"):
         want = narrow({"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](x, y), kind)
     same_bits(lanes(f"{name}.rn.{kind} {{d}}, {{a}}, {{b}};", a, b, out=np.uint16), want)
-    pairs = lanes(f"{name}.rn.{kind}x2 {{d}}, {{a}}, {{b}};", np.tile(a, 2).view(U32), np.tile(b, 2).view(U32))
+    pairs = lanes(
+        f"{name}.rn.{kind}x2 {{d}}, {{a}}, {{b}};", np.tile(a, 2).view(U32), np.tile(b, 2).view(U32)
+    )
     same_bits(pairs.view(np.uint16), np.tile(want, 2))
 
 
@@ -478,10 +519,12 @@ def test_half_fma_rounds_the_exact_value_to_nearest_even(kind):
     g = rng(7)
     a, b = (narrow(g.standard_normal(N).astype(F32), kind) for _ in range(2))
     c = narrow((g.standard_normal(N) * np.exp2(g.integers(-14, 6, N))).astype(F32), kind)
-    ties = slice(0, 64)                      # 1 + half a unit, moved off the tie by a tiny addend
+    ties = slice(0, 64)  # 1 + half a unit, moved off the tie by a tiny addend
     unit = 2.0**-10 if kind == "f16" else 2.0**-7
     a[ties], b[ties] = narrow(np.full(64, 1 + unit), kind), narrow(np.full(64, 1 + 4 * unit), kind)
-    c[ties] = narrow(np.resize([unit / 2, -unit / 2, 2.0**-13, -(2.0**-13), unit / 2 - 4 * unit * unit], 64), kind)
+    c[ties] = narrow(
+        np.resize([unit / 2, -unit / 2, 2.0**-13, -(2.0**-13), unit / 2 - 4 * unit * unit], 64), kind
+    )
     got = lanes(f"fma.rn.{kind} {{d}}, {{a}}, {{b}}, {{c}};", a, b, c, out=np.uint16)
     for bits, *sources in zip(got, *(widen(v, kind) for v in (a, b, c))):
         x, y, z = (Fraction(float(v)) for v in sources)
@@ -506,7 +549,9 @@ def test_half_min_max_abs_neg(kind):
 
 
 @pytest.mark.parametrize("edge", [False, True])
-@pytest.mark.parametrize(("kind", "exp_error", "tanh_error"), [("f16", 2**-9.9, 2**-10.987), ("bf16", 2**-7, 2**-8)])
+@pytest.mark.parametrize(
+    ("kind", "exp_error", "tanh_error"), [("f16", 2**-9.9, 2**-10.987), ("bf16", 2**-7, 2**-8)]
+)
 def test_half_approximations_stay_within_the_documented_error(kind, exp_error, tanh_error, edge):
     a = narrow(np.linspace(-8, 8, 512), kind)
     x = widen(a, kind).astype(F64)
@@ -526,7 +571,9 @@ def test_moves_pack_and_unpack():
     same_bits(lanes("mov.b64 {{%r60, _}}, {a}; mov.b32 {d}, %r60;", wide), wide.astype(U32))
     same_bits(lanes("mov.b32 {{%h1, %h2}}, {a}; mov.b32 {d}, {{%h2, %h1}};", a), a >> 16 | a << 16)
     quads = "mov.b64 {{%h1, %h2, %h3, %h4}}, {a}; mov.b64 {d}, {{%h4, %h3, %h2, %h1}};"
-    same_bits(lanes(quads, wide, out=U64), wide.view(np.uint16).reshape(-1, 4)[:, ::-1].copy().view(U64).ravel())
+    same_bits(
+        lanes(quads, wide, out=U64), wide.view(np.uint16).reshape(-1, 4)[:, ::-1].copy().view(U64).ravel()
+    )
     through = "mov.b128 %q1, {{{a}, {b}}}; mov.b128 {{%d40, %d41}}, %q1; xor.b64 {d}, %d40, %d41;"
     same_bits(lanes(through, wide, wide[::-1].copy(), out=U64), wide ^ wide[::-1])
 
@@ -534,7 +581,8 @@ def test_moves_pack_and_unpack():
 # ---------------------------------------------------------------- loud where it is not implemented
 @pytest.mark.parametrize(
     "text",
-    ["add.cc.u32 {d}, {a}, {a};", "fma.rn.oob.f16 %h1, %h2, %h3, %h4;", "shl.b32.wrap {d}, {a}, 1;", "vadd.s32 {d}, {a}, {a};",
+    ["add.cc.u32 {d}, {a}, {a};", "fma.rn.oob.f16 %h1, %h2, %h3, %h4;", "shl.b32.wrap {d}, {a}, 1;",
+    "vadd.s32 {d}, {a}, {a};",
      "cvt.rs.bf16x2.f32 {d}, {a}, {a}, {a};", "mov.b32 {d}, %envreg3;"],
 )  # fmt: skip
 def test_unknown_forms_are_refused_with_their_line(text):

@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 from ptx_runner import lanes
-from test_alu import F32, F64, N, S32, U32, U64, canonical, floats, ints, narrow, same_bits, widen
+from test_alu import F32, F64, S32, U32, U64, N, canonical, floats, ints, narrow, same_bits, widen
 
-INTS = {"u8": np.uint8, "s8": np.int8, "u16": np.uint16, "s16": np.int16, "u32": U32, "s32": S32, "u64": U64, "s64": np.int64}
+INTS = {
+    "u8": np.uint8,
+    "s8": np.int8,
+    "u16": np.uint16,
+    "s16": np.int16,
+    "u32": U32,
+    "s32": S32,
+    "u64": U64,
+    "s64": np.int64,
+}
 
 
 @pytest.mark.parametrize("to", ["u16", "s16", "u32", "s32", "u64", "s64"])
@@ -45,13 +54,18 @@ def test_integers_to_floats_in_directed_modes():
 
 
 @pytest.mark.parametrize("to", ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"])
-@pytest.mark.parametrize(("mode", "function"), [("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)])
+@pytest.mark.parametrize(
+    ("mode", "function"), [("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)]
+)
 def test_floats_to_integers_clamp_and_send_nan_to_zero(to, mode, function):
     a = floats(seed=1)
     a[64:128] = np.linspace(-300, 300, 64, dtype=F32)
     info = np.iinfo(INTS[to])
     rounded = function(a.astype(F64))
-    want = [0 if np.isnan(x) else info.max if x > info.max else info.min if x < info.min else int(x) for x in rounded]
+    want = [
+        0 if np.isnan(x) else info.max if x > info.max else info.min if x < info.min else int(x)
+        for x in rounded
+    ]
     if to in ("u8", "s8"):
         got = lanes(f"cvt.{mode}.{to}.f32 {{d}}, {{a}};", a, out=S32)
         return same_bits(got, np.array(want, S32))
@@ -61,7 +75,9 @@ def test_floats_to_integers_clamp_and_send_nan_to_zero(to, mode, function):
         same_bits(lanes(text, a), (np.array(want) >= 0).astype(U32))
 
 
-@pytest.mark.parametrize(("mode", "function"), [("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)])
+@pytest.mark.parametrize(
+    ("mode", "function"), [("rni", np.rint), ("rzi", np.trunc), ("rmi", np.floor), ("rpi", np.ceil)]
+)
 def test_rounding_to_integral_floats(mode, function):
     a = floats(seed=2)
     same_bits(lanes(f"cvt.{mode}.f32.f32 {{d}}, {{a}};", a, out=F32), canonical(function(a)))
@@ -116,5 +132,5 @@ def test_f64_and_f32():
 def test_tf32_keeps_ten_bits():
     a = np.abs(floats(seed=1))
     a = a[np.isfinite(a) & (a > 1e-30)][:128]
-    want = (a.view(U32) + U32(0x1000)) & U32(0xFFFFE000)      # ties away from zero
+    want = (a.view(U32) + U32(0x1000)) & U32(0xFFFFE000)  # ties away from zero
     same_bits(lanes("cvt.rna.tf32.f32 {d}, {a};", a), want)

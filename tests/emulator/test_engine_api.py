@@ -1,4 +1,5 @@
-"""The emulator's public functions: compiled functions run on CPU tensors, reports add up, faults say where."""
+"""The emulator's public functions: compiled functions run on CPU tensors, reports add up, faults say
+where."""
 
 import json
 import re
@@ -105,7 +106,12 @@ def test_sm_count_does_not_change_results(block_sum):
 def test_progress_is_reported(block_sum):
     seen = []
     out = torch.zeros(4)
-    emulator.emulate(block_sum, *wrapped(torch.ones(512), out), STREAM, progress=lambda done, total: seen.append((done, total)))
+    emulator.emulate(
+        block_sum,
+        *wrapped(torch.ones(512), out),
+        STREAM,
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen[-1] == (4, 4) and seen == sorted(seen)
 
 
@@ -118,7 +124,7 @@ def test_the_timeline_holds_every_warp_and_opens_as_chrome_trace(block_sum, tmp_
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(tracks) == 16 and tracks[0, 0] == "warp 0 leader" and tracks[3, 2] == "warp 2"
     spans = [e for e in events if e["ph"] == "X"]
-    for track in tracks:                     # a warp runs and waits in turn: no two spans of a track overlap
+    for track in tracks:  # a warp runs and waits in turn: no two spans of a track overlap
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if (e["pid"], e["tid"]) == track)
         assert own and all(a[1] <= b[0] for a, b in zip(own, own[1:]))
     with pytest.raises(ValueError, match="trace"):
@@ -163,8 +169,11 @@ def test_further_memory_can_be_declared():
     assert torch.equal(x[1:33], torch.arange(32.0))
 
 
-@pytest.mark.parametrize("settings", [dict(schedule="sometimes"), dict(schedule="random"), dict(schedule="lazy:1"),
-                                      dict(hazards="maybe"), dict(sm_count=0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [dict(schedule="sometimes"), dict(schedule="random"), dict(schedule="lazy:1"), dict(hazards="maybe"),
+     dict(sm_count=0), dict(trace=-1)],
+)  # fmt: skip
 def test_bad_settings_are_refused_by_name(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Options(**settings)
@@ -187,9 +196,11 @@ def test_writing_to_a_read_only_region_is_an_error():
     from ptx_runner import KERNEL
 
     out = np.zeros(1, np.uint32)
-    text = KERNEL.format(params=".param .u64 p0", body="ld.param.u64 %d1, [p0]; st.global.u32 [%d1], 1;", block=32, module="",
-                         target="sm_100a")  # fmt: skip
-    launch = emulator.Launch("k", text, (1, 1, 1), (32, 1, 1), (1, 1, 1), 0, (int(out.ctypes.data).to_bytes(8, "little"),))
+    body = "ld.param.u64 %d1, [p0]; st.global.u32 [%d1], 1;"
+    text = KERNEL.format(params=".param .u64 p0", body=body, block=32, module="", target="sm_100a")
+    launch = emulator.Launch(
+        "k", text, (1, 1, 1), (32, 1, 1), (1, 1, 1), 0, (int(out.ctypes.data).to_bytes(8, "little"),)
+    )
     with pytest.raises(MemoryFault):
         emulator.run_launch(launch, [Region(out.ctypes.data, 4, writable=False)])
     emulator.run_launch(launch, [Region(out.ctypes.data, 4)])

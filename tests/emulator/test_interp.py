@@ -20,7 +20,8 @@ def test_divergent_branches_join_and_every_lane_has_its_own_result():
         """mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; mov.u32 %r3, 5;
         @%p1 bra EVEN; add.u32 %r3, %r3, 100; bra JOIN;
         EVEN: mul.lo.u32 %r3, %r1, 3;
-        JOIN: activemask.b32 %r4; xor.b32 %r3, %r3, %r4; """ + store("%r3"),
+        JOIN: activemask.b32 %r4; xor.b32 %r3, %r3, %r4; """
+        + store("%r3"),
         out,
     )
     lane = np.arange(32, dtype=U32)
@@ -33,7 +34,8 @@ def test_loops_of_different_length_per_lane():
     out = np.zeros(32, U32)
     report = run(
         """mov.u32 %r1, %tid.x; mov.u32 %r2, 0; mov.u32 %r3, 0;
-        LOOP: add.u32 %r3, %r3, %r2; add.u32 %r2, %r2, 1; setp.le.u32 %p1, %r2, %r1; @%p1 bra LOOP; """ + store("%r3"),
+        LOOP: add.u32 %r3, %r3, %r2; add.u32 %r2, %r2, 1; setp.le.u32 %p1, %r2, %r1; @%p1 bra LOOP; """
+        + store("%r3"),
         out,
     )
     lane = np.arange(32)
@@ -43,7 +45,9 @@ def test_loops_of_different_length_per_lane():
 
 def test_lanes_that_return_early_leave_the_rest_running():
     out = np.zeros(32, U32)
-    run("mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 5; @%p1 ret; bar.warp.sync 0xffffffff; " + store("7"), out)
+    run(
+        "mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 5; @%p1 ret; bar.warp.sync 0xffffffff; " + store("7"), out
+    )
     assert (out == np.where(np.arange(32) < 5, 7, 0)).all()
 
 
@@ -53,7 +57,8 @@ def test_spinning_lanes_do_not_starve_the_lane_they_wait_for():
         """mov.u32 %r1, %tid.x; ld.param.u64 %d5, [p1]; setp.eq.u32 %p1, %r1, 31; @%p1 bra SETTER;
         SPIN: ld.relaxed.gpu.global.u32 %r2, [%d5]; setp.eq.u32 %p2, %r2, 0; @%p2 bra SPIN; bra JOIN;
         SETTER: st.relaxed.gpu.global.u32 [%d5], 9; mov.u32 %r2, 9;
-        JOIN: """ + store("%r2"),
+        JOIN: """
+        + store("%r2"),
         out,
         flag,
     )
@@ -65,8 +70,9 @@ def test_indexed_branches():
     run(
         """mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 3; TABLE: .branchtargets A, B, C, D;
         brx.idx %r2, TABLE;
-        A: mov.u32 %r3, 10; bra END; B: mov.u32 %r3, 11; bra END; C: mov.u32 %r3, 12; bra END; D: mov.u32 %r3, 13;
-        END: """ + store("%r3"),
+        A: mov.u32 %r3, 10; bra END; B: mov.u32 %r3, 11; bra END; C: mov.u32 %r3, 12; bra END; D: mov.u32 %r3,
+        13; END: """
+        + store("%r3"),
         out,
     )
     assert (out == 10 + np.arange(32) % 4).all()
@@ -78,7 +84,8 @@ def test_a_sync_operation_waits_for_lanes_that_can_still_come():
     run(
         """mov.u32 %r1, %tid.x; mov.u32 %r2, %r1; setp.lt.u32 %p1, %r1, 16; @%p1 bra LOW;
         add.u32 %r2, %r2, 1000;
-        LOW: shfl.sync.bfly.b32 %r3, %r2, 16, 31, -1; """ + store("%r3"),
+        LOW: shfl.sync.bfly.b32 %r3, %r2, 16, 31, -1; """
+        + store("%r3"),
         out,
     )
     lane = np.arange(32)
@@ -90,7 +97,8 @@ def test_a_sync_operation_for_half_a_warp_needs_only_that_half():
     run(
         """mov.u32 %r1, %tid.x; mov.u32 %r3, 1; setp.ge.u32 %p1, %r1, 16; @%p1 bra END;
         redux.sync.add.u32 %r3, %r1, 0x0000ffff;
-        END: """ + store("%r3"),
+        END: """
+        + store("%r3"),
         out,
     )
     assert (out == np.where(np.arange(32) < 16, 120, 1)).all()
@@ -102,14 +110,17 @@ def test_lanes_that_cannot_meet_are_an_error():
             """mov.u32 %r1, %tid.x; setp.ge.u32 %p1, %r1, 16; @%p1 bra HIGH;
             shfl.sync.idx.b32 %r3, %r1, 0, 31, -1; bra END;
             HIGH: shfl.sync.idx.b32 %r3, %r1, 1, 31, -1;
-            END: """ + store("%r3"),
+            END: """
+            + store("%r3"),
             np.zeros(32, U32),
         )
 
 
 def test_a_member_mask_that_leaves_out_a_running_lane_is_an_error():
     with pytest.raises(DivergenceError, match="member mask"):
-        run("mov.u32 %r1, %tid.x; shfl.sync.idx.b32 %r3, %r1, 0, 31, 0xff; " + store("%r3"), np.zeros(32, U32))
+        run(
+            "mov.u32 %r1, %tid.x; shfl.sync.idx.b32 %r3, %r1, 0, 31, 0xff; " + store("%r3"), np.zeros(32, U32)
+        )
 
 
 def test_trap_is_an_error():
@@ -124,18 +135,26 @@ def shuffle(mode: str, b: int, c: int) -> tuple[np.ndarray, np.ndarray]:
     bval, cval, segment = b & 31, c & 31, c >> 8 & 31
     for lane in range(32):
         high, low = (lane & segment) | (cval & ~segment & 31), lane & segment
-        j = {"up": lane - bval, "down": lane + bval, "bfly": lane ^ bval, "idx": low | (bval & ~segment & 31)}[mode]
+        j = {
+            "up": lane - bval,
+            "down": lane + bval,
+            "bfly": lane ^ bval,
+            "idx": low | (bval & ~segment & 31),
+        }[mode]
         p = j >= high if mode == "up" else j <= high
         source[lane], ok[lane] = (j, 1) if p else (lane, 0)
     return source, ok
 
 
 @pytest.mark.parametrize("mode", ["idx", "up", "down", "bfly"])
-@pytest.mark.parametrize(("b", "c"), [(0, 31), (1, 31), (5, 31), (16, 31), (1, 0), (2, 0x1C1F), (3, 0x1C03), (1, 0x1800)])
+@pytest.mark.parametrize(
+    ("b", "c"), [(0, 31), (1, 31), (5, 31), (16, 31), (1, 0), (2, 0x1C1F), (3, 0x1C03), (1, 0x1800)]
+)
 def test_shuffles_follow_the_isa_pseudocode(mode, b, c):
     values = np.arange(32, dtype=U32) * 3 + 7
     source, ok = shuffle(mode, b, c)
-    text = f"shfl.sync.{mode}.b32 {{d}}|{{p}}, {{a}}, {b}, {c}, -1; selp.b32 %r60, 1000, 0, {{p}}; add.u32 {{d}}, {{d}}, %r60;"
+    text = f"shfl.sync.{mode}.b32 {{d}}|{{p}}, {{a}}, {b}, {c}, -1;"
+    text += " selp.b32 %r60, 1000, 0, {p}; add.u32 {d}, {d}, %r60;"
     assert (lanes(text, values) == values[source] + 1000 * ok).all()
 
 
@@ -160,7 +179,10 @@ def test_votes_and_matches():
 )  # fmt: skip
 def test_warp_reductions(name, function):
     values = np.random.default_rng(1).integers(0, 2**32, 32, dtype=U32)
-    assert (lanes(f"redux.sync.{name} {{d}}, {{a}}, -1;", values) == U32(int(function(values.astype(np.uint64))) & 0xFFFFFFFF)).all()
+    assert (
+        lanes(f"redux.sync.{name} {{d}}, {{a}}, -1;", values)
+        == U32(int(function(values.astype(np.uint64))) & 0xFFFFFFFF)
+    ).all()
 
 
 def test_signed_and_float_reductions():
@@ -169,7 +191,9 @@ def test_signed_and_float_reductions():
     values = np.random.default_rng(3).standard_normal(32).astype(np.float32)
     values[3] = np.nan
     assert (lanes("redux.sync.max.f32 {d}, {a}, -1;", values, out=np.float32) == np.nanmax(values)).all()
-    assert (lanes("redux.sync.max.abs.f32 {d}, {a}, -1;", values, out=np.float32) == np.nanmax(np.abs(values))).all()
+    assert (
+        lanes("redux.sync.max.abs.f32 {d}, {a}, -1;", values, out=np.float32) == np.nanmax(np.abs(values))
+    ).all()
     assert np.isnan(lanes("redux.sync.max.NaN.f32 {d}, {a}, -1;", values, out=np.float32)).all()
 
 
@@ -182,14 +206,18 @@ def test_elect_chooses_one_lane():
 # ---------------------------------------------------------------- special registers and parameters
 @pytest.mark.parametrize(
     ("name", "want"),
-    [("%laneid", lambda t, c: t % 32), ("%warpid", lambda t, c: t // 32), ("%ntid.x", lambda t, c: 96 + 0 * t),
-     ("%nctaid.x", lambda t, c: 4 + 0 * t), ("%ctaid.x", lambda t, c: c + 0 * t), ("%cluster_ctarank", lambda t, c: c % 2 + 0 * t),
+    [("%laneid", lambda t, c: t % 32), ("%warpid", lambda t, c: t // 32), ("%ntid.x", lambda t,
+    c: 96 + 0 * t),
+     ("%nctaid.x", lambda t, c: 4 + 0 * t), ("%ctaid.x", lambda t, c: c + 0 * t), ("%cluster_ctarank",
+     lambda t, c: c % 2 + 0 * t),
      ("%clusterid.x", lambda t, c: c // 2 + 0 * t), ("%cluster_nctaid.x", lambda t, c: 2 + 0 * t),
-     ("%nclusterid.x", lambda t, c: 2 + 0 * t), ("%lanemask_lt", lambda t, c: (1 << t % 32) - 1), ("%ntid.y", lambda t, c: 1 + 0 * t)],
+     ("%nclusterid.x", lambda t, c: 2 + 0 * t), ("%lanemask_lt", lambda t, c: (1 << t % 32) - 1), ("%ntid.y",
+     lambda t, c: 1 + 0 * t)],
 )  # fmt: skip
 def test_special_registers(name, want):
     out = np.zeros(4 * 96, U32)
-    body = f"""mov.u32 %r1, {name}; mov.u32 %r70, %tid.x; mov.u32 %r71, %ctaid.x; mad.lo.u32 %r72, %r71, 96, %r70;
+    body = f"""mov.u32 %r1, {name}; mov.u32 %r70, %tid.x; mov.u32 %r71, %ctaid.x; mad.lo.u32 %r72, %r71, 96,
+    %r70;
         ld.param.u64 %d1, [p0]; mad.wide.u32 %d2, %r72, 4, %d1; st.global.b32 [%d2], %r1;"""
     run(body, out, block=96, grid=4, cluster=2)
     thread, cta = np.tile(np.arange(96), 4), np.repeat(np.arange(4), 96)
@@ -198,10 +226,15 @@ def test_special_registers(name, want):
 
 def test_parameters_of_every_width_and_sign():
     out = np.zeros(32, U32)
-    scalars = (("s8", (-3).to_bytes(1, "little", signed=True)), ("u16", (40000).to_bytes(2, "little")), ("f32", np.float32(2).tobytes()))
+    scalars = (
+        ("s8", (-3).to_bytes(1, "little", signed=True)),
+        ("u16", (40000).to_bytes(2, "little")),
+        ("f32", np.float32(2).tobytes()),
+    )
     run(
         """ld.param.s8 %r1, [p1]; ld.param.u16 %h1, [p2]; ld.param.f32 %r2, [p3]; cvt.u32.u16 %r3, %h1;
-        cvt.rzi.s32.f32 %r4, %r2; add.s32 %r5, %r1, %r3; add.s32 %r5, %r5, %r4; """ + store("%r5"),
+        cvt.rzi.s32.f32 %r4, %r2; add.s32 %r5, %r1, %r3; add.s32 %r5, %r5, %r4; """
+        + store("%r5"),
         out,
         scalars=scalars,
     )
@@ -211,7 +244,8 @@ def test_parameters_of_every_width_and_sign():
 def test_module_variables_hold_their_initial_values():
     out = np.zeros(32, U32)
     run(
-        "mov.u32 %r1, %tid.x; and.b32 %r1, %r1, 3; mov.u64 %d5, table; mad.wide.u32 %d6, %r1, 4, %d5; ld.global.u32 %r2, [%d6]; "
+        """mov.u32 %r1, %tid.x; and.b32 %r1, %r1, 3; mov.u64 %d5, table;
+        mad.wide.u32 %d6, %r1, 4, %d5; ld.global.u32 %r2, [%d6]; """
         + store("%r2"),
         out,
         module=".global .align 4 .u32 table[4] = {3, 1, 4, 15};",
@@ -224,7 +258,8 @@ def test_counts_are_exact_for_every_instruction_and_warp():
     out = np.zeros(64, U32)
     report = run(
         """mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mov.u32 %r3, 0;
-        LOOP: add.u32 %r3, %r3, 1; setp.le.u32 %p1, %r3, %r2; @%p1 bra LOOP; """ + store("%r3"),
+        LOOP: add.u32 %r3, %r3, 1; setp.le.u32 %p1, %r3, %r2; @%p1 bra LOOP; """
+        + store("%r3"),
         out,
         block=64,
         grid=3,
@@ -266,7 +301,8 @@ def test_allocated_registers_never_collide(seed):
 
 
 def test_strict_mode_reports_registers_that_some_path_leaves_unwritten():
-    text = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 9; @%p1 bra SKIP; add.u32 %r2, %r1, 3; SKIP: add.u32 %r3, %r2, 1;"
+    text = """mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 9; @%p1 bra SKIP;
+        add.u32 %r2, %r1, 3; SKIP: add.u32 %r3, %r2, 1;"""
     run(text, np.zeros(1, U32))
     with pytest.raises(UninitialisedRead, match="add.u32"):
         run(text, np.zeros(1, U32), hazards="strict")

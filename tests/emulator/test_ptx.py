@@ -93,7 +93,10 @@ def test_blocks_scope_registers_and_labels(instructions):
 
 def test_tensor_addresses_symbols_and_literals(instructions):
     copy = instructions[5]
-    assert copy.operands[1].base.name == "%rd1" and [r.name for r in copy.operands[1].coords] == ["%r5", "%r6"]
+    assert copy.operands[1].base.name == "%rd1" and [r.name for r in copy.operands[1].coords] == [
+        "%r5",
+        "%r6",
+    ]
     assert copy.words[-2:] == ("global", "tile") and "shared::cluster" in copy.words
     assert instructions[6].operands[1] == ptx.Symbol("kernel_param_2", 4)
     assert instructions[7].operands[1] == ptx.Imm(0x3FF0000000000000, "f64")

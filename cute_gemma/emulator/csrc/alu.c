@@ -78,20 +78,27 @@ static inline f64 min_f64(f64 a, f64 b) {
 // f32: the loop over n lanes, once inline for the plain form and once out of line for the modified ones.
 typedef void (*KernelF32)(f32 *out, const f32 *const *in);
 static void run_modified_f32(Warp *w, const Op *op, u32 mask, int sources, int lanes, KernelF32 kernel);
-#define F_KERNEL(name, n, loads, expr)                                            \
-  static __attribute__((noinline)) void kernel_##name(f32 *out, const f32 *const *in) { \
-    const f32 *pa = in[0], *pb = in[1], *pc = in[2];                              \
-    (void)pb; (void)pc;                                                           \
-    _Pragma("GCC ivdep") for (int l = 0; l < n; l++) { loads f32 v = (expr); out[l] = v == v ? v : f32_bits(CANONICAL_NAN); } \
+#define F_KERNEL(name, n, loads, expr)                                                                       \
+  static __attribute__((noinline)) void kernel_##name(f32 *out, const f32 *const *in) {                      \
+    const f32 *pa = in[0], *pb = in[1], *pc = in[2];                                                         \
+    (void)pb;                                                                                                \
+    (void)pc;                                                                                                \
+    _Pragma("GCC ivdep") for (int l = 0; l < n; l++) {                                                       \
+      loads f32 v = (expr);                                                                                  \
+      out[l] = v == v ? v : f32_bits(CANONICAL_NAN);                                                         \
+    }                                                                                                        \
   }
-#define F_OP(name, n, sources)                                                    \
-  Status op_##name(Warp *w, const Op *op, u32 mask) {                             \
-    if (op->sub || mask != FULL) { run_modified_f32(w, op, mask, sources, n, kernel_##name); return ST_NEXT; } \
-    REFS;                                                                         \
-    const f32 *in[3] = {0};                                                       \
-    for (int k = 0; k < sources; k++) in[k] = ROW(f32, k + 1);                    \
-    kernel_##name(ROW(f32, 0), in);                                               \
-    return ST_NEXT;                                                               \
+#define F_OP(name, n, sources)                                                                               \
+  Status op_##name(Warp *w, const Op *op, u32 mask) {                                                        \
+    if (op->sub || mask != FULL) {                                                                           \
+      run_modified_f32(w, op, mask, sources, n, kernel_##name);                                              \
+      return ST_NEXT;                                                                                        \
+    }                                                                                                        \
+    REFS;                                                                                                    \
+    const f32 *in[3] = {0};                                                                                  \
+    for (int k = 0; k < sources; k++) in[k] = ROW(f32, k + 1);                                               \
+    kernel_##name(ROW(f32, 0), in);                                                                          \
+    return ST_NEXT;                                                                                          \
   }
 #define LOAD1 const f32 a = pa[l];
 #define LOAD2 LOAD1 const f32 b = pb[l];
@@ -104,13 +111,17 @@ static void run_modified_f32(Warp *w, const Op *op, u32 mask, int sources, int l
 
 typedef void (*KernelF64)(f64 *out, const f64 *const *in);
 static void run_f64(Warp *w, const Op *op, u32 mask, int sources, KernelF64 kernel);
-#define D_KERNEL(name, sources, loads, expr)                                      \
-  static __attribute__((noinline)) void kernel_##name(f64 *out, const f64 *const *in) { \
-    const f64 *pa = in[0], *pb = in[1], *pc = in[2];                              \
-    (void)pb; (void)pc;                                                           \
-    LANE_LOOP { loads out[l] = (expr); }                                          \
-  }                                                                               \
-  Status op_##name(Warp *w, const Op *op, u32 mask) { run_f64(w, op, mask, sources, kernel_##name); return ST_NEXT; }
+#define D_KERNEL(name, sources, loads, expr)                                                                 \
+  static __attribute__((noinline)) void kernel_##name(f64 *out, const f64 *const *in) {                      \
+    const f64 *pa = in[0], *pb = in[1], *pc = in[2];                                                         \
+    (void)pb;                                                                                                \
+    (void)pc;                                                                                                \
+    LANE_LOOP { loads out[l] = (expr); }                                                                     \
+  }                                                                                                          \
+  Status op_##name(Warp *w, const Op *op, u32 mask) {                                                        \
+    run_f64(w, op, mask, sources, kernel_##name);                                                            \
+    return ST_NEXT;                                                                                          \
+  }
 #define LOADD1 const f64 a = pa[l];
 #define LOADD2 LOADD1 const f64 b = pb[l];
 #define LOADD3 LOADD2 const f64 c = pc[l];
@@ -122,22 +133,30 @@ static void run_f64(Warp *w, const Op *op, u32 mask, int sources, KernelF64 kern
 enum { SET_BOOL = 3, SET_AND = 1, SET_OR = 2, SET_XOR = 3, SET_Q = 4, SET_FTZ = 8 };
 static void write_compare(Warp *w, const Op *op, u32 mask, u32 t);
 #define IS_FLOAT(T) ((T)0.5 != 0 && sizeof(T) == 4)
-#define C2(name, T, expr)                                                         \
-  Status op_##name(Warp *w, const Op *op, u32 mask) {                             \
-    REFS;                                                                         \
-    const int at = op->sub & SET_Q ? 2 : 1;                                       \
-    const T *pa = ROW(T, at), *pb = ROW(T, at + 1);                               \
-    u32 t = 0;                                                                    \
-    ALIGNED_ROW T flushed[2][LANES];                                              \
-    if (IS_FLOAT(T) && op->sub & SET_FTZ) {                                       \
-      for (int l = 0; l < LANES; l++) { flushed[0][l] = (T)flush((f32)pa[l]); flushed[1][l] = (T)flush((f32)pb[l]); } \
-      pa = flushed[0]; pb = flushed[1];                                           \
-    }                                                                             \
-    ALIGNED_ROW u32 bit[LANES];                                                   \
-    LANE_LOOP { const T a = pa[l], b = pb[l]; bit[l] = (expr) ? 1u << l : 0; }    \
-    for (int l = 0; l < LANES; l++) t |= bit[l];                                  \
-    if (op->sub & ~SET_FTZ) write_compare(w, op, mask, t); else write_pred(w->pred + r[0], t, mask); \
-    return ST_NEXT;                                                               \
+#define C2(name, T, expr)                                                                                    \
+  Status op_##name(Warp *w, const Op *op, u32 mask) {                                                        \
+    REFS;                                                                                                    \
+    const int at = op->sub & SET_Q ? 2 : 1;                                                                  \
+    const T *pa = ROW(T, at), *pb = ROW(T, at + 1);                                                          \
+    u32 t = 0;                                                                                               \
+    ALIGNED_ROW T flushed[2][LANES];                                                                         \
+    if (IS_FLOAT(T) && op->sub & SET_FTZ) {                                                                  \
+      for (int l = 0; l < LANES; l++) {                                                                      \
+        flushed[0][l] = (T)flush((f32)pa[l]);                                                                \
+        flushed[1][l] = (T)flush((f32)pb[l]);                                                                \
+      }                                                                                                      \
+      pa = flushed[0];                                                                                       \
+      pb = flushed[1];                                                                                       \
+    }                                                                                                        \
+    ALIGNED_ROW u32 bit[LANES];                                                                              \
+    LANE_LOOP {                                                                                              \
+      const T a = pa[l], b = pb[l];                                                                          \
+      bit[l] = (expr) ? 1u << l : 0;                                                                         \
+    }                                                                                                        \
+    for (int l = 0; l < LANES; l++) t |= bit[l];                                                             \
+    if (op->sub & ~SET_FTZ) write_compare(w, op, mask, t);                                                   \
+    else write_pred(w->pred + r[0], t, mask);                                                                \
+    return ST_NEXT;                                                                                          \
   }
 #define OP(name)
 #define CONTROL(name)
@@ -202,7 +221,8 @@ static inline f32 pick_f32(f32 a, f32 b, int max, u32 sub) {
   const u32 sign = (bits_f32(a) ^ bits_f32(b)) & 0x80000000;
   if (sub & (FM_XORSIGN | FM_ABS)) { a = __builtin_fabsf(a); b = __builtin_fabsf(b); }
   // -0 is less than +0: order the bits as integers when the values are equal
-  const f32 least = a < b || (a == b && bits_f32(a) >> 31) ? a : b, most = a < b || (a == b && bits_f32(a) >> 31) ? b : a;
+  const f32 least = a < b || (a == b && bits_f32(a) >> 31) ? a : b,
+            most = a < b || (a == b && bits_f32(a) >> 31) ? b : a;
   f32 v = max ? most : least;
   if (sub & FM_XORSIGN) v = f32_bits(bits_f32(v) | sign);
   if (a != a || b != b) v = sub & FM_NAN ? NAN : a != a ? b : a;
@@ -238,7 +258,9 @@ static Status change_sign(Warp *w, const Op *op, u32 mask, u32 keep, u32 flip) {
   return ST_NEXT;
 }
 Status op_ABS_F32(Warp *w, const Op *op, u32 mask) { return change_sign(w, op, mask, 0x7fffffff, 0); }
-Status op_NEG_F32(Warp *w, const Op *op, u32 mask) { return change_sign(w, op, mask, 0xffffffff, 0x80000000); }
+Status op_NEG_F32(Warp *w, const Op *op, u32 mask) {
+  return change_sign(w, op, mask, 0xffffffff, 0x80000000);
+}
 
 // testp: sub is a mask of classes: 1 subnormal, 2 normal, 4 zero, 8 infinite, 16 NaN
 static Status classify(Warp *w, const Op *op, u32 mask, int wide) {
@@ -246,7 +268,11 @@ static Status classify(Warp *w, const Op *op, u32 mask, int wide) {
   u32 t = 0;
   for (int l = 0; l < LANES; l++) {
     int kind = wide ? fpclassify(ROW(f64, 1)[l]) : fpclassify(ROW(f32, 1)[l]);
-    u32 class = kind == FP_SUBNORMAL ? 1 : kind == FP_NORMAL ? 2 : kind == FP_ZERO ? 4 : kind == FP_INFINITE ? 8 : 16;
+    u32 class = kind == FP_SUBNORMAL  ? 1
+                : kind == FP_NORMAL   ? 2
+                : kind == FP_ZERO     ? 4
+                : kind == FP_INFINITE ? 8
+                                      : 16;
     if (op->sub & class) t |= 1u << l;
   }
   write_pred(w->pred + r[0], t, mask);
@@ -286,13 +312,15 @@ Status op_UNPACK_B32(Warp *w, const Op *op, u32 mask) {
   return ST_NEXT;
 }
 
-// Any other packing: sub is the element's bytes, imm the row's. refs: row, elements (PACK); elements, row (UNPACK).
+// Any other packing: sub is the element's bytes, imm the row's. refs: row, elements (PACK); elements, row
+// (UNPACK).
 Status op_PACK(Warp *w, const Op *op, u32 mask) {
   REFS;
   const size_t element = op->sub, row = (size_t)op->imm, stride = element > 4 ? 8 : 4;
   uint8_t *d = ROW(uint8_t, 0);
   for (int l = 0; l < LANES; l++) if (mask >> l & 1)
-    for (size_t k = 0; k < row / element; k++) memcpy(d + l * row + k * element, ROW(uint8_t, 1 + k) + l * stride, element);
+      for (size_t k = 0; k < row / element; k++)
+        memcpy(d + l * row + k * element, ROW(uint8_t, 1 + k) + l * stride, element);
   return ST_NEXT;
 }
 Status op_UNPACK(Warp *w, const Op *op, u32 mask) {
@@ -354,7 +382,8 @@ Status op_LOP3(Warp *w, const Op *op, u32 mask) {             // sub: the truth 
   LANE_LOOP {
     u32 v = 0;
     for (int k = 0; k < 8; k++)
-      v |= (table >> k & 1 ? ~0u : 0) & (k & 4 ? a[l] : ~a[l]) & (k & 2 ? b[l] : ~b[l]) & (k & 1 ? c[l] : ~c[l]);
+      v |= (table >> k & 1 ? ~0u : 0) & (k & 4 ? a[l] : ~a[l]) & (k & 2 ? b[l] : ~b[l]) &
+           (k & 1 ? c[l] : ~c[l]);
     out[l] = v;
   }
   write32(ROW(u32, 0), out, mask);

@@ -4,7 +4,12 @@
 #include <string.h>
 #include "emu.h"
 
-typedef uint16_t u16; typedef int16_t s16; typedef uint32_t u32; typedef int32_t s32; typedef uint64_t u64; typedef int64_t s64;
+typedef uint16_t u16;
+typedef int16_t s16;
+typedef uint32_t u32;
+typedef int32_t s32;
+typedef uint64_t u64;
+typedef int64_t s64;
 typedef float f32; typedef double f64;
 
 typedef Status (*OpFn)(Warp *w, const Op *op, u32 mask);
@@ -17,9 +22,22 @@ extern const OpFn op_table[OP_COUNT];
 
 // Modifiers in Op.sub, as lowering_alu.py packs them.
 enum {
-  FM_RZ = 1, FM_RM = 2, FM_RP = 3, FM_ROUND = 3,       // rounding; 0 is to nearest even
-  FM_FTZ = 4, FM_SAT = 8, FM_NAN = 16, FM_XORSIGN = 32, FM_ABS = 64, FM_BF16 = 128, FM_X2 = 256, FM_RELU = 512,
-  FM_INTEGRAL = 1024, FM_SATFINITE = 2048, FM_RNA = 4096, FM_EDGE = 8192,
+  FM_RZ = 1,
+  FM_RM = 2,
+  FM_RP = 3,
+  FM_ROUND = 3, // rounding; 0 is to nearest even
+  FM_FTZ = 4,
+  FM_SAT = 8,
+  FM_NAN = 16,
+  FM_XORSIGN = 32,
+  FM_ABS = 64,
+  FM_BF16 = 128,
+  FM_X2 = 256,
+  FM_RELU = 512,
+  FM_INTEGRAL = 1024,
+  FM_SATFINITE = 2048,
+  FM_RNA = 4096,
+  FM_EDGE = 8192,
 };
 
 #define LANE_LOOP _Pragma("GCC ivdep") for (int l = 0; l < LANES; l++)
@@ -76,13 +94,22 @@ static inline u32 round_enter(u32 mode) {
 static inline void round_leave(u32 old) { __asm__ volatile("" ::: "memory"); fesetround((int)old); }
 #endif
 
-// Binary formats: value = (-1)^s * 1.m * 2^(e - bias); has_inf: the top exponent holds infinities and NaNs (else one NaN).
+// Binary formats: value = (-1)^s * 1.m * 2^(e - bias); has_inf: the top exponent holds infinities and NaNs
+// (else one NaN).
 typedef struct { int exponent_bits, mantissa_bits, bias; u32 max_finite, nan; int has_inf; } Format;
-typedef enum { FORMAT_F16, FORMAT_BF16, FORMAT_F32, FORMAT_F64, FORMAT_E4M3, FORMAT_E5M2, FORMAT_TF32 } FormatId;
+typedef enum {
+  FORMAT_F16,
+  FORMAT_BF16,
+  FORMAT_F32,
+  FORMAT_F64,
+  FORMAT_E4M3,
+  FORMAT_E5M2,
+  FORMAT_TF32
+} FormatId;
 extern const Format formats[];
 u64 round_to_format(f64 x, FormatId id, u32 sub);      // sub: rounding, FM_RNA, FM_FTZ (f32), FM_SATFINITE
 f64 format_to_f64(u64 bits, FormatId id);
-f64 round_odd(f64 sum, f64 error);                     // sum + error to a double that rounds on as the exact value would
+f64 round_odd(f64 sum, f64 error); // sum + error to a double that rounds on as the exact value would
 static inline f32 f16_to_f32(u32 h) { _Float16 x; u16 v = (u16)h; memcpy(&x, &v, 2); return (f32)x; }
 static inline u32 widen_bf16(u32 h) { return h << 16; }
 

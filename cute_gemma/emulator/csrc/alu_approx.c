@@ -1,6 +1,6 @@
-// Approximate functions. Computed in double precision and rounded: within half a unit of the exact value, so well within
-// the errors that the PTX ISA documents. With FM_EDGE the result is moved to near the edge of the documented error, up or
-// down by a hash of the operand.
+// Approximate functions. Computed in double precision and rounded: within half a unit of the exact value, so
+// well within the errors that the PTX ISA documents. With FM_EDGE the result is moved to near the edge of the
+// documented error, up or down by a hash of the operand.
 #include <math.h>
 #include "alu.h"
 
@@ -53,7 +53,10 @@ Status op_EX2_F32(Warp *w, const Op *op, u32 mask) {      // error 2^-22, relati
   const f32 *a = ROW(f32, 1);
   LANE_LOOP y[l] = exp2_poly((f64)a[l]);
   if (op->sub & FM_EDGE) for (int l = 0; l < LANES; l++) y[l] = edge(y[l], bits_f32(a[l]), 0.75 * 0x1p-22, 0);
-  LANE_LOOP { const f32 v = (f32)(y[l]); out[l] = a[l] != a[l] ? f32_bits(CANONICAL_NAN) : a[l] >= 128 ? INFINITY : v; }
+  LANE_LOOP {
+    const f32 v = (f32)(y[l]);
+    out[l] = a[l] != a[l] ? f32_bits(CANONICAL_NAN) : a[l] >= 128 ? INFINITY : v;
+  }
   if (op->sub & FM_FTZ) LANE_LOOP out[l] = flush(out[l]);
   write32(ROW(u32, 0), (u32 *)out, mask);
   return ST_NEXT;
@@ -65,12 +68,14 @@ Status op_TANH_F32(Warp *w, const Op *op, u32 mask) {     // error 2^-11, relati
   ALIGNED_ROW f64 y[LANES];
   const f32 *a = ROW(f32, 1);
   LANE_LOOP {
-    const f64 x = a[l], m = __builtin_fabs(x), e = exp2_poly(-2.8853900817779268 * m), t = (1 - e) / (1 + e), s = x * x;
+    const f64 x = a[l], m = __builtin_fabs(x), e = exp2_poly(-2.8853900817779268 * m), t = (1 - e) / (1 + e),
+              s = x * x;
     const f64 small = m * (1 + s * (-1.0 / 3 + s * (2.0 / 15 - s * (17.0 / 315))));
     y[l] = __builtin_copysign(m < 0.03 ? small : t, x);
   }
   if (op->sub & FM_EDGE)
-    for (int l = 0; l < LANES; l++) y[l] = MAX(-1.0, MIN(1.0, edge(y[l], bits_f32(a[l]), 0.999 * 0x1p-11, 0)));
+    for (int l = 0; l < LANES; l++)
+      y[l] = MAX(-1.0, MIN(1.0, edge(y[l], bits_f32(a[l]), 0.999 * 0x1p-11, 0)));
   LANE_LOOP { const f32 v = (f32)y[l]; out[l] = a[l] != a[l] ? f32_bits(CANONICAL_NAN) : v; }
   write32(ROW(u32, 0), (u32 *)out, mask);
   return ST_NEXT;
@@ -93,9 +98,10 @@ Status op_TANH_F32(Warp *w, const Op *op, u32 mask) {     // error 2^-11, relati
     write32(ROW(u32, 0), (u32 *)out, mask);                                       \
     return ST_NEXT;                                                               \
   }
-// PTX ISA: lg2 2^-22, absolute within (0.5, 2) and relative outside; rcp 1 ulp; rsqrt 2^-22.9 and sqrt 2^-23 relative
-// (about a unit in the last place); sin and cos 2^-20.5 absolute within [-2 pi, 2 pi]
-APPROX(LG2_F32, log2(a), a > 0.5 && a < 2 ? edge(y, bits, 0, 0.75 * 0x1p-22) : edge(y, bits, 0.75 * 0x1p-22, 0))
+// PTX ISA: lg2 2^-22, absolute within (0.5, 2) and relative outside; rcp 1 ulp; rsqrt 2^-22.9 and sqrt 2^-23
+// relative (about a unit in the last place); sin and cos 2^-20.5 absolute within [-2 pi, 2 pi]
+APPROX(LG2_F32, log2(a),
+       a > 0.5 && a < 2 ? edge(y, bits, 0, 0.75 * 0x1p-22) : edge(y, bits, 0.75 * 0x1p-22, 0))
 APPROX(RCP_APPROX_F32, 1 / a, edge_ulp(y, bits))
 APPROX(RSQRT_F32, 1 / sqrt(a), edge_ulp(y, bits))
 APPROX(SQRT_APPROX_F32, sqrt(a), edge_ulp(y, bits))

@@ -38,7 +38,8 @@ u64 round_to_format(f64 x, FormatId id, u32 sub) {
   if (x == 0) return top;
   int exponent = (int)(v >> 52 & 0x7ff) - 1023;
   u64 mantissa = v & ((1ull << 52) - 1);
-  if (exponent == -1023) return top;               // doubles this small are below half of anything here; no source makes them
+  if (exponent == -1023)
+    return top; // doubles this small are below half of anything here; no source makes them
   mantissa |= 1ull << 52;
   const int lowest = 1 - f->bias;
   int drop = 52 - f->mantissa_bits + (exponent < lowest ? lowest - exponent : 0);
@@ -72,7 +73,9 @@ f64 format_to_f64(u64 bits, FormatId id) {
   return negative ? -x : x;
 }
 
-static u64 load_lane(const Warp *w, int32_t ref, int l, int wide) { return wide ? REG64(w, ref)[l] : REG32(w, ref)[l]; }
+static u64 load_lane(const Warp *w, int32_t ref, int l, int wide) {
+  return wide ? REG64(w, ref)[l] : REG32(w, ref)[l];
+}
 
 static void store_lane(Warp *w, int32_t ref, int l, int wide, u64 value) {
   if (wide) REG64(w, ref)[l] = value; else REG32(w, ref)[l] = (u32)value;
@@ -88,7 +91,8 @@ static s64 extend(u64 v, int type) {
 
 Status op_CVT_SAT_INT(Warp *w, const Op *op, u32 mask) {       // imm: source type, imm2: destination type
   REFS;
-  const int from = (int)op->imm, to = (int)op->imm2, bits = to & 255, from_wide = (from & 255) > 32, to_wide = bits > 32;
+  const int from = (int)op->imm, to = (int)op->imm2, bits = to & 255, from_wide = (from & 255) > 32,
+            to_wide = bits > 32;
   FOR_ACTIVE {
     const s64 v = extend(load_lane(w, r[1], l, from_wide), from);
     const int huge = !(from & 256) && v < 0;                   // an unsigned source past the signed range
@@ -121,7 +125,10 @@ Status op_CVT_INT_FLOAT(Warp *w, const Op *op, u32 mask) {     // imm: source ty
       continue;
     }
     int shift = 0;
-    while (magnitude >> 53) { magnitude = magnitude >> 1 | (magnitude & 1); shift++; }      // round to odd: exact enough
+    while (magnitude >> 53) {
+      magnitude = magnitude >> 1 | (magnitude & 1);
+      shift++;
+    } // round to odd: exact enough
     const f64 x = ldexp((f64)magnitude, shift);
     store_lane(w, r[0], l, 0, round_to_format(negative ? -x : x, (FormatId)op->imm2, op->sub));
   }
@@ -141,7 +148,8 @@ Status op_CVT_FLOAT_INT(Warp *w, const Op *op, u32 mask) {     // imm: FormatId,
   REFS;
   const int to = (int)op->imm2, bits = to & 255;
   const FormatId from = (FormatId)op->imm;
-  const f64 low = to & 256 ? -ldexp(1, bits - 1) : 0, high = ldexp(1, to & 256 ? bits - 1 : bits);   // high is excluded
+  const f64 low = to & 256 ? -ldexp(1, bits - 1) : 0,
+            high = ldexp(1, to & 256 ? bits - 1 : bits); // high is excluded
   FOR_ACTIVE {
     f64 x = format_to_f64(load_lane(w, r[1], l, from == FORMAT_F64), from);
     if (op->sub & FM_FTZ && from == FORMAT_F32) x = flush((f32)x);
@@ -150,7 +158,9 @@ Status op_CVT_FLOAT_INT(Warp *w, const Op *op, u32 mask) {     // imm: FormatId,
     if (x != x) out = 0;                                       // PTX ISA, cvt: NaN becomes 0
     else if (x < low) out = (u64)(s64)low;
     else if (x >= high) out = to & 256 ? ~0ull >> (65 - bits) : ~0ull >> (64 - bits);
-    else out = to & 256 || x < 9223372036854775808.0 ? (u64)(s64)x : (u64)(s64)(x - 9223372036854775808.0) ^ 1ull << 63;
+    else
+      out = to & 256 || x < 9223372036854775808.0 ? (u64)(s64)x
+                                                  : (u64)(s64)(x - 9223372036854775808.0) ^ 1ull << 63;
     store_lane(w, r[0], l, bits > 32, out);
   }
   return ST_NEXT;
@@ -162,7 +172,8 @@ static f64 clamp_modes(f64 x, u32 sub) {
   return x;
 }
 
-Status op_CVT_FLOAT_FLOAT(Warp *w, const Op *op, u32 mask) {   // imm: source FormatId, imm2: destination FormatId
+Status op_CVT_FLOAT_FLOAT(Warp *w, const Op *op,
+                          u32 mask) { // imm: source FormatId, imm2: destination FormatId
   REFS;
   const FormatId from = (FormatId)op->imm, to = (FormatId)op->imm2;
   FOR_ACTIVE {
@@ -190,7 +201,12 @@ Status op_CVT_PACK_BF16X2(Warp *w, const Op *op, u32 mask) {   // refs: d, upper
   return ST_NEXT;
 }
 
-static inline u32 half_bits(f32 x) { _Float16 h = (_Float16)x; u16 v; memcpy(&v, &h, 2); return x == x ? v : 0x7fff; }
+static inline u32 half_bits(f32 x) {
+  _Float16 h = (_Float16)x;
+  u16 v;
+  memcpy(&v, &h, 2);
+  return x == x ? v : 0x7fff;
+}
 
 Status op_CVT_PACK_F16X2(Warp *w, const Op *op, u32 mask) {
   REFS;
@@ -201,7 +217,8 @@ Status op_CVT_PACK_F16X2(Warp *w, const Op *op, u32 mask) {
   return ST_NEXT;
 }
 
-// Any other pair. imm: source FormatId (f32: refs d, upper, lower; f16, bf16: d, pair), imm2: destination FormatId.
+// Any other pair. imm: source FormatId (f32: refs d, upper, lower; f16, bf16: d, pair), imm2: destination
+// FormatId.
 Status op_CVT_PACK(Warp *w, const Op *op, u32 mask) {
   REFS;
   const FormatId from = (FormatId)op->imm, to = (FormatId)op->imm2;
@@ -218,7 +235,7 @@ Status op_CVT_PACK(Warp *w, const Op *op, u32 mask) {
   return ST_NEXT;
 }
 
-Status op_CVT_UNPACK(Warp *w, const Op *op, u32 mask) {        // imm: source FormatId (8 bits), imm2: f16 or bf16
+Status op_CVT_UNPACK(Warp *w, const Op *op, u32 mask) { // imm: source FormatId (8 bits), imm2: f16 or bf16
   REFS;
   FOR_ACTIVE {
     u32 out = 0;

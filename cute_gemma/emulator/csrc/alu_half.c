@@ -1,5 +1,5 @@
-// f16 and bf16 arithmetic, one value or two a lane. Operands are exact in double precision, which is wide enough that
-// rounding its result again is the rounding of the exact one; fma rounds to odd first.
+// f16 and bf16 arithmetic, one value or two a lane. Operands are exact in double precision, which is wide
+// enough that rounding its result again is the rounding of the exact one; fma rounds to odd first.
 #include <math.h>
 #include "alu.h"
 
@@ -53,7 +53,7 @@ static inline f32 odd_f32(f64 sum, f64 error) {
 }
 
 static inline f32 widen_f16(u32 h) {
-  const u32 magnitude = (h & 0x7fff) << 13;      // exponent 112 too small; a product brings subnormals right too
+  const u32 magnitude = (h & 0x7fff) << 13; // exponent 112 too small; a product brings subnormals right too
   const u32 v = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bits_f32(f32_bits(magnitude) * 0x1p112f);
   return f32_bits(v | (h & 0x8000) << 16);
 }
@@ -63,14 +63,20 @@ static inline u32 round_bf16(f32 x) {
   return (v & 0x7fffffff) > 0x7f800000 ? 0x7fff : (v + 0x7fff + (v >> 16 & 1)) >> 16;
 }
 
-static inline u32 round_f16(f32 x) { _Float16 h = (_Float16)x; u16 v; memcpy(&v, &h, 2); return x == x ? v : 0x7fff; }
+static inline u32 round_f16(f32 x) {
+  _Float16 h = (_Float16)x;
+  u16 v;
+  memcpy(&v, &h, 2);
+  return x == x ? v : 0x7fff;
+}
 
 // out |= a * b + c, of half k of each lane.
 static inline void fma_halves(u32 *out, const u32 *a, const u32 *b, const u32 *c, int k, int bf16) {
   ALIGNED_ROW f32 y[LANES];
   LANE_LOOP {
     const u32 p = a[l] >> 16 * k & 0xffff, q = b[l] >> 16 * k & 0xffff, r = c[l] >> 16 * k & 0xffff;
-    const f64 product = bf16 ? (f64)f32_bits(p << 16) * (f64)f32_bits(q << 16) : (f64)widen_f16(p) * (f64)widen_f16(q);
+    const f64 product =
+        bf16 ? (f64)f32_bits(p << 16) * (f64)f32_bits(q << 16) : (f64)widen_f16(p) * (f64)widen_f16(q);
     const f64 addend = bf16 ? f32_bits(r << 16) : widen_f16(r);
     const f64 sum = product + addend, bb = sum - product;
     y[l] = odd_f32(sum, (product - (sum - bb)) + (addend - bb));
@@ -90,10 +96,14 @@ static Status half_arithmetic(Warp *w, const Op *op, u32 mask, int kind) {
   ALIGNED_ROW u32 out[LANES] = {0}, factor[LANES], addend[LANES];
   LANE_LOOP {
     factor[l] = kind < 2 ? one : pb[l];
-    addend[l] = kind == 0 ? pb[l] : kind == 1 ? pb[l] ^ 0x80008000 : kind == 2 ? (pa[l] ^ pb[l]) & 0x80008000 : pc[l];
+    addend[l] = kind == 0   ? pb[l]
+                : kind == 1 ? pb[l] ^ 0x80008000
+                : kind == 2 ? (pa[l] ^ pb[l]) & 0x80008000
+                            : pc[l];
   }
   for (int k = 0; k < (flags & FM_X2 ? 2 : 1); k++) {
-    if (flags & FM_BF16) fma_halves(out, pa, factor, addend, k, 1); else fma_halves(out, pa, factor, addend, k, 0);
+    if (flags & FM_BF16) fma_halves(out, pa, factor, addend, k, 1);
+    else fma_halves(out, pa, factor, addend, k, 0);
   }
   write32(ROW(u32, 0), out, mask);
   return ST_NEXT;
@@ -103,9 +113,11 @@ Status op_SUB_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, 
 Status op_MUL_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, op, mask, 2); }
 Status op_FMA_HALF(Warp *w, const Op *op, u32 mask) { return half_arithmetic(w, op, mask, 3); }
 
-// PTX ISA: ex2.approx.ftz.bf16 has a relative error of 2^-7, ex2.approx.f16 of 2^-9.9; tanh.approx an absolute one of
-// 2^-8 (bf16) and 2^-10.987 (f16). Rounding the exact value stays well within; the edge is a step of one unit away.
-static Status half_approx(Warp *w, const Op *op, u32 mask, Scalar f, u32 most) {   // most: bits no result exceeds
+// PTX ISA: ex2.approx.ftz.bf16 has a relative error of 2^-7, ex2.approx.f16 of 2^-9.9; tanh.approx an
+// absolute one of 2^-8 (bf16) and 2^-10.987 (f16). Rounding the exact value stays well within; the edge is a
+// step of one unit away.
+static Status half_approx(Warp *w, const Op *op, u32 mask, Scalar f,
+                          u32 most) { // most: bits no result exceeds
   REFS;
   ALIGNED_ROW u32 out[LANES];
   Op plain = *op;
@@ -143,7 +155,8 @@ static u32 extremum(u32 a, u32 b, int max, u32 sub) {
     if (sub & FM_NAN || (a_nan && b_nan)) return 0x7fff;
     v = a_nan ? b : a;
   } else {
-    const s32 x = a & 0x8000 ? -(s32)(a & 0x7fff) - 1 : (s32)a, y = b & 0x8000 ? -(s32)(b & 0x7fff) - 1 : (s32)b;
+    const s32 x = a & 0x8000 ? -(s32)(a & 0x7fff) - 1 : (s32)a,
+              y = b & 0x8000 ? -(s32)(b & 0x7fff) - 1 : (s32)b;
     v = max == (x > y) ? a : b;
   }
   return sub & FM_XORSIGN ? v | sign : v;

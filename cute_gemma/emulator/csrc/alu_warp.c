@@ -99,15 +99,19 @@ Status op_MATCH_ALL(Warp *w, const Op *op, u32 mask) {
 }
 
 // redux: refs member mask, d, a
-#define REDUX(name, T, expr)                                                     \
-  Status op_REDUX_##name(Warp *w, const Op *op, u32 mask) {                      \
-    REFS;                                                                        \
-    const u32 lanes = members(w, op, mask);                                      \
-    const T *s = ROW(T, 2);                                                      \
-    T a = s[__builtin_ctz(lanes)];                                               \
-    for (int l = __builtin_ctz(lanes) + 1; l < LANES; l++) if (lanes >> l & 1) { const T b = s[l]; a = (expr); } \
-    fill32(w, r[1], (u32)a, mask);                                               \
-    return ST_NEXT;                                                              \
+#define REDUX(name, T, expr)                                                                                 \
+  Status op_REDUX_##name(Warp *w, const Op *op, u32 mask) {                                                  \
+    REFS;                                                                                                    \
+    const u32 lanes = members(w, op, mask);                                                                  \
+    const T *s = ROW(T, 2);                                                                                  \
+    T a = s[__builtin_ctz(lanes)];                                                                           \
+    for (int l = __builtin_ctz(lanes) + 1; l < LANES; l++)                                                   \
+      if (lanes >> l & 1) {                                                                                  \
+        const T b = s[l];                                                                                    \
+        a = (expr);                                                                                          \
+      }                                                                                                      \
+    fill32(w, r[1], (u32)a, mask);                                                                           \
+    return ST_NEXT;                                                                                          \
   }
 REDUX(ADD, u32, a + b)
 REDUX(AND, u32, a & b)
@@ -140,7 +144,8 @@ static Status redux_f32(Warp *w, const Op *op, u32 mask, int max) {
 Status op_REDUX_MIN_F32(Warp *w, const Op *op, u32 mask) { return redux_f32(w, op, mask, 0); }
 Status op_REDUX_MAX_F32(Warp *w, const Op *op, u32 mask) { return redux_f32(w, op, mask, 1); }
 
-// elect.sync: the lowest lane, as the hardware chooses (the ISA leaves it open). refs: member mask, d, predicate.
+// elect.sync: the lowest lane, as the hardware chooses (the ISA leaves it open). refs: member mask, d,
+// predicate.
 Status op_ELECT(Warp *w, const Op *op, u32 mask) {
   REFS;
   const u32 leader = (u32)__builtin_ctz(members(w, op, mask));

@@ -1,5 +1,6 @@
 // The contract between the interpreter (registers, arithmetic, control flow: interp.c, alu.c) and the engine
-// (memories, barriers, asynchronous operations, scheduling, hazards: memory.c, barrier.c, tma.c, tensor.c, sched.c, hazard.c).
+// (memories, barriers, asynchronous operations, scheduling, hazards: memory.c, barrier.c, tma.c, tensor.c,
+// sched.c, hazard.c).
 #ifndef CUTE_GEMMA_EMU_H
 #define CUTE_GEMMA_EMU_H
 #include <stddef.h>
@@ -9,7 +10,7 @@
 #define FULL 0xffffffffu
 #define SLOT 64                 // bytes: the unit in which register references count
 
-// ---------------------------------------------------------------- program (made by lowering.py, read-only here)
+// ---------------------------------------------------------------- program (made by lowering.py)
 typedef enum {
 #define OP(name) OP_##name,
 #include "alu.def"              // interpreter's operations
@@ -21,7 +22,8 @@ typedef enum {
 
 enum {                          // Op.flags
   OP_PRED_NEG = 1,              // run in the lanes where the guard predicate is false
-  OP_PENDING = 2,               // touches a register that some path leaves in flight: ask engine_pending first
+  // touches a register that some path leaves in flight: ask engine_pending first
+  OP_PENDING = 2,
   OP_ALIGNED = 4,               // .aligned: waits until all live lanes of the warp are here
   OP_SYNC = 8,                  // .sync: args[0] is the member mask; waits until its live lanes are here
 };
@@ -40,26 +42,30 @@ typedef struct {
 
 typedef struct {
   const Op *ops; uint32_t nops;
-  const int32_t *refs;          // register references: >= 0 warp register file, < 0 constant bank; predicates are plain indices
-  const uint8_t *consts;        // constant bank: immediates broadcast to 32 lanes, launch-uniform values; SLOT-aligned
+  // register references: >= 0 warp register file, < 0 constant bank; predicates are plain indices
+  const int32_t *refs;
+  // constant bank: immediates broadcast to 32 lanes, launch-uniform values; SLOT-aligned
+  const uint8_t *consts;
   uint32_t reg_bytes;           // register file of one warp
   uint32_t npreds;
   // where the launch puts a warp's own special values, as register references (-1: unused by this kernel)
   int32_t tid[3], ctaid[3], laneid, warpid, clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
-  int32_t smem_window;          // cluster_ctarank << SMEM_RANK_SHIFT: what shared-memory addresses of this CTA start from
+  // cluster_ctarank << SMEM_RANK_SHIFT: what shared-memory addresses of this CTA start from
+  int32_t smem_window;
 } Program;
 
 // ---------------------------------------------------------------- addresses
-// A shared address is (rank in cluster << 24) | offset, in shared::cta and shared::cluster alike. A generic address of
-// shared memory is SHARED_WINDOW | that. Global and parameter addresses are the process's own.
+// A shared address is (rank in cluster << 24) | offset, in shared::cta and shared::cluster alike. A generic
+// address of shared memory is SHARED_WINDOW | that. Global and parameter addresses are the process's own.
 #define SMEM_RANK_SHIFT 24
-#define SMEM_RESERVED 1024      // offset of the first byte a CTA may use: the system's part comes first, as on the card
+#define SMEM_RESERVED 1024      // offset of the first byte a CTA may use: the system's part comes first
 #define SHARED_WINDOW 0x7a00000000000000ull
-#define SHARED_WINDOW_MASK 0xffffffff00000000ull      // generic address & mask == SHARED_WINDOW: in shared memory
+#define SHARED_WINDOW_MASK 0xffffffff00000000ull      // address & mask == SHARED_WINDOW: in shared memory
 
 // ---------------------------------------------------------------- a warp as the interpreter sees it
-// Lanes that share a pc. wait: the engine's reason, 0 = runnable; WAIT_CONVERGE is the interpreter's own (lanes wait for the
-// rest of the warp). An entry keeps its index while it lives; mask 0 marks a free entry, and nsplit bounds those in use.
+// Lanes that share a pc. wait: the engine's reason, 0 = runnable; WAIT_CONVERGE is the interpreter's own
+// (lanes wait for the rest of the warp). An entry keeps its index while it lives; mask 0 marks a free entry,
+// and nsplit bounds those in use.
 #define WAIT_CONVERGE 0xffffffffu
 typedef struct { uint32_t pc, mask, wait; } Split;
 
@@ -72,7 +78,8 @@ typedef struct Warp {
   int current;                  // index of the split that runs: what an operation that blocks marks
   uint32_t rotate;              // the interpreter's: splits take turns when one uses up its budget
   const Program *program; const int32_t *refs;      // set by interp_start
-  uint64_t steps; const uint32_t *left;             // interp_steps: executed by the end of this call, less what is left of it
+  // interp_steps: executed by the end of this call, less what is left of it
+  uint64_t steps; const uint32_t *left;
   uint64_t skew, run_start;                         // the timeline's
   uint32_t live;                // lanes that have not exited
   uint32_t id;                  // index in the CTA
@@ -81,7 +88,8 @@ typedef struct Warp {
   void *engine;                 // the engine's own state of this warp
 } Warp;
 
-// Registers hold one value a lane. b16 sits in the low half of a 32-bit lane with the upper half zero; b64 takes 256 bytes.
+// Registers hold one value a lane. b16 sits in the low half of a 32-bit lane with the upper half zero; b64
+// takes 256 bytes.
 static inline void *reg(const Warp *w, int32_t ref) {
   return w->bank[ref < 0] + (size_t)(ref & 0x7fffffff) * SLOT;
 }
@@ -96,52 +104,64 @@ typedef enum {
   ST_YIELD,     // done, and end this warp's turn
   ST_FAULT      // fault() was called: stop the launch
 } Status;
-Status engine_exec(Warp *w, const Op *op, uint32_t mask);     // an operation above OP_ENGINE_FIRST, for the lanes in mask
-Status engine_pending(Warp *w, const Op *op, uint32_t mask);  // ST_FAULT if a register of op is still in flight
-uint64_t engine_time(Warp *w);                                // nanoseconds, for %clock, %clock64 and %globaltimer
+// an operation above OP_ENGINE_FIRST, for the lanes in mask
+Status engine_exec(Warp *w, const Op *op, uint32_t mask);
+// ST_FAULT if a register of op is still in flight
+Status engine_pending(Warp *w, const Op *op, uint32_t mask);
+// nanoseconds, for %clock, %clock64 and %globaltimer
+uint64_t engine_time(Warp *w);
 void engine_exit(Warp *w, uint32_t mask);                     // lanes in mask leave the kernel
 
 // ---------------------------------------------------------------- engine -> interpreter
 typedef enum { RUN_BUDGET, RUN_BLOCKED, RUN_YIELD, RUN_DONE, RUN_FAULT } RunResult;
-// Runs the warp until every split waits (RUN_BLOCKED), the budget of instructions is used up, or it yields, exits or faults.
-// Splits run lowest pc first and merge when their pcs meet; a waiting split lets the others go on.
+// Runs the warp until every split waits (RUN_BLOCKED), the budget of instructions is used up, or it yields,
+// exits or faults. Splits run lowest pc first and merge when their pcs meet; a waiting split lets the others
+// go on.
 RunResult interp_run(Warp *w, uint32_t budget);
 void interp_wake(Warp *w, int split);                         // clears split[].wait
-// Starts a warp whose bank[0] (reg_bytes, SLOT-aligned), pred (npreds words), id, cta, launch and counts are set: fills
-// bank[1], program, pc, lanes, predicates and special registers.
+// Starts a warp whose bank[0] (reg_bytes, SLOT-aligned), pred (npreds words), id, cta, launch and counts are
+// set: fills bank[1], program, pc, lanes, predicates and special registers.
 typedef struct {
   uint32_t block[3], ctaid[3], clusterid[3], cluster_ctaid[3], cluster_ctarank, smid;
 } WarpStart;
 void interp_start(Warp *w, const Program *p, const WarpStart *s);
-static inline uint64_t interp_steps(const Warp *w) { return w->steps - (w->left ? *w->left : 0); }   // executed so far
+// executed so far
+static inline uint64_t interp_steps(const Warp *w) { return w->steps - (w->left ? *w->left : 0); }
 
-// ---------------------------------------------------------------- faults: the first one is kept, with where it happened
+// ---------------------------------------------------------------- faults: the first one is kept
 typedef enum {
-  FAULT_UNSUPPORTED, FAULT_MEMORY, FAULT_MISALIGNED, FAULT_UNINITIALISED, FAULT_RACE, FAULT_PROXY_FENCE, FAULT_ASYNC_REGISTER,
-  FAULT_TMEM, FAULT_BARRIER, FAULT_DESCRIPTOR, FAULT_DEADLOCK, FAULT_LEAK, FAULT_PDL, FAULT_DIVERGENCE, FAULT_ILLEGAL
+  FAULT_UNSUPPORTED, FAULT_MEMORY, FAULT_MISALIGNED, FAULT_UNINITIALISED, FAULT_RACE, FAULT_PROXY_FENCE,
+  FAULT_ASYNC_REGISTER, FAULT_TMEM, FAULT_BARRIER, FAULT_DESCRIPTOR, FAULT_DEADLOCK, FAULT_LEAK, FAULT_PDL,
+  FAULT_DIVERGENCE, FAULT_ILLEGAL
 } FaultKind;
 Status fault(Warp *w, const Op *op, FaultKind kind, const char *fmt, ...);   // always returns ST_FAULT
 
-// ---------------------------------------------------------------- the launch, as Python fills it (ctypes in engine.py)
-#define HAZARDS_SCOREBOARD 3               // on, but touching a result of tcgen05.ld waits for it, as the hardware does
-typedef struct { uint64_t base, size; uint32_t writable, index; } Region;    // global memory the launch may touch
+// ---------------------------------------------------------------- the launch, as engine.py fills it
+// on, but touching a result of tcgen05.ld waits for it, as the hardware does
+#define HAZARDS_SCOREBOARD 3
+// global memory the launch may touch
+typedef struct { uint64_t base, size; uint32_t writable, index; } Region;
 typedef struct {
   const Program *program;
   uint32_t grid[3], block[3], cluster[3];
   uint32_t static_smem, dynamic_smem;      // bytes
-  uint32_t dynamic_base;                   // offset at which dynamic shared memory starts; memory ends dynamic_smem later
+  // offset at which dynamic shared memory starts; memory ends dynamic_smem later
+  uint32_t dynamic_base;
   const uint8_t *params; uint32_t param_bytes;
   const Region *regions; uint32_t nregions;
   uint32_t arch;                           // 100 or 90
   uint32_t resident;                       // most CTAs at once (the SM count of the modelled card)
   uint32_t policy;                         // 0 eager, 1 lazy, 2 random
   uint64_t seed;
-  uint32_t hazards;                        // 0: off, 1: on, 2: strict (advice becomes a fault), HAZARDS_SCOREBOARD
+  // 0: off, 1: on, 2: strict (advice becomes a fault), HAZARDS_SCOREBOARD
+  uint32_t hazards;
   uint32_t programmatic;                   // launched with programmatic stream serialization (PDL)
-  uint32_t approx_edge;                    // 1: approximate instructions sit at the edge of their documented error
+  // 1: approximate instructions sit at the edge of their documented error
+  uint32_t approx_edge;
   void (*progress)(uint64_t ctas_done, uint64_t ctas);
   uint64_t trace_limit;                    // events of a timeline to record at most; 0: no timeline
-  const void *previous;                    // an opaque footprint of the launch before (for PDL checks), or NULL
+  // an opaque footprint of the launch before (for PDL checks), or NULL
+  const void *previous;
 } LaunchDesc;
 
 typedef struct {
@@ -149,10 +169,12 @@ typedef struct {
   char message[4096];
   uint64_t warp_instructions;
   uint64_t *counts;                        // [warps per CTA][nops], allocated by the caller
-  uint64_t tma_load_bytes, tma_store_bytes, mma_flops, tmem_load_bytes, tmem_store_bytes, smem_wavefronts, smem_ideal_wavefronts;
+  uint64_t tma_load_bytes, tma_store_bytes, mma_flops, tmem_load_bytes, tmem_store_bytes;
+  uint64_t smem_wavefronts, smem_ideal_wavefronts;
   uint64_t sectors_read, sectors_written;  // unique 32-byte sectors of global memory
   void *trace; uint64_t trace_count;       // TraceEvents; emu_free_trace
-  void *footprint;                         // this launch's reads and writes, for the next launch's PDL check; emu_free_footprint
+  // this launch's reads and writes, for the next launch's PDL check; emu_free_footprint
+  void *footprint;
 } LaunchResult;
 int emu_run(const LaunchDesc *desc, LaunchResult *result);    // 0, or 1 when result->fault is set
 void emu_free_footprint(void *footprint);

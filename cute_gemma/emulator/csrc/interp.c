@@ -34,7 +34,9 @@ void interp_start(Warp *w, const Program *p, const WarpStart *s) {
       u32 *row = REG32(w, p->tid[axis]);
       for (u32 l = 0; l < LANES; l++) {
         u32 t = first + l;
-        row[l] = axis == 0 ? t % s->block[0] : axis == 1 ? t / s->block[0] % s->block[1] : t / (s->block[0] * s->block[1]);
+        row[l] = axis == 0   ? t % s->block[0]
+                 : axis == 1 ? t / s->block[0] % s->block[1]
+                             : t / (s->block[0] * s->block[1]);
       }
     }
     const int32_t refs[3] = {p->ctaid[axis], p->clusterid[axis], p->cluster_ctaid[axis]};
@@ -84,12 +86,13 @@ static Status report_divergence(Warp *w) {
     if (!s->mask) continue;
     if (!lowest || s->pc < lowest->pc) { lowest = s; w->current = i; }
     if (used < sizeof where - 64)
-      used += (size_t)snprintf(where + used, sizeof where - used, "%s lanes %08x at PTX line %u", used ? "," : "", s->mask,
-                               w->program->ops[s->pc].line);
+      used += (size_t)snprintf(where + used, sizeof where - used, "%s lanes %08x at PTX line %u",
+                               used ? "," : "", s->mask, w->program->ops[s->pc].line);
   }
   const Op *op = w->program->ops + lowest->pc;
   return fault(w, op, FAULT_DIVERGENCE, "%s instruction needs lanes %08x together, but they cannot meet:%s",
-               op->flags & OP_ALIGNED ? "an .aligned" : "a .sync", required_lanes(w, op, lowest->mask), where);
+               op->flags & OP_ALIGNED ? "an .aligned" : "a .sync", required_lanes(w, op, lowest->mask),
+               where);
 }
 
 // Joins splits that stand at the same pc. Those that wait for the engine keep their entry.
@@ -109,8 +112,8 @@ static void merge(Warp *w) {
   while (w->nsplit > 0 && !w->split[w->nsplit - 1].mask) w->nsplit--;
 }
 
-// The split to run: the lowest pc, or, after one used up its budget or yielded, the next in turn. -1: all wait, and the
-// engine will wake one; -2: all wait for each other.
+// The split to run: the lowest pc, or, after one used up its budget or yielded, the next in turn. -1: all
+// wait, and the engine will wake one; -2: all wait for each other.
 static int pick(Warp *w, int turn) {
   int best = -1, waits_for_engine = 0;
   for (int i = 0; i < w->nsplit; i++) {
@@ -119,7 +122,8 @@ static int pick(Warp *w, int turn) {
     if (s->wait == WAIT_CONVERGE && converged(w, s)) s->wait = 0;
     if (s->wait) { waits_for_engine |= s->wait != WAIT_CONVERGE; continue; }
     if (turn) {
-      int distance = (i - w->current - 1 + LANES) % LANES, best_distance = (best - w->current - 1 + LANES) % LANES;
+      int distance = (i - w->current - 1 + LANES) % LANES,
+          best_distance = (best - w->current - 1 + LANES) % LANES;
       if (best < 0 || distance < best_distance) best = i;
     } else if (best < 0 || s->pc < w->split[best].pc) {
       best = i;
@@ -133,7 +137,8 @@ static u32 next_stop(const Warp *w, int current) {
   u32 stop = 0xffffffff, pc = w->split[current].pc;
   for (int i = 0; i < w->nsplit; i++) {
     const Split *s = w->split + i;
-    if (i != current && s->mask && (!s->wait || s->wait == WAIT_CONVERGE) && s->pc > pc && s->pc < stop) stop = s->pc;
+    if (i != current && s->mask && (!s->wait || s->wait == WAIT_CONVERGE) && s->pc > pc && s->pc < stop)
+      stop = s->pc;
   }
   return stop;
 }
@@ -144,8 +149,8 @@ static int gate(Warp *w, const Op *op, Split *s, u32 mask) {
     if (op->flags & OP_SYNC) {
       u32 members = REG32(w, w->refs[op->args])[first_lane(mask)];
       if (mask & ~members) {
-        fault(w, op, FAULT_DIVERGENCE, "lanes %08x run an instruction whose member mask %08x leaves some of them out",
-              mask, members);
+        fault(w, op, FAULT_DIVERGENCE,
+              "lanes %08x run an instruction whose member mask %08x leaves some of them out", mask, members);
         return -1;
       }
     }
@@ -170,7 +175,10 @@ static int branch_indexed(Warp *w, const Op *op, Split *s, u32 mask) {
     for (int l = 0; l < LANES; l++) if (rest >> l & 1 && index[l] == value) group |= 1u << l;
     if (value >= (u32)op->nargs - 1) return -1;
     rest &= ~group;
-    if (!s->mask) { s->mask = group; s->pc = (u32)r[1 + value]; } else fork_split(w, (u32)r[1 + value], group);
+    if (!s->mask) {
+      s->mask = group;
+      s->pc = (u32)r[1 + value];
+    } else fork_split(w, (u32)r[1 + value], group);
   }
   return 1;
 }

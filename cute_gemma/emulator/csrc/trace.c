@@ -2,7 +2,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Nominal rates, in units a warp-instruction takes: what gives the picture its proportions, not a prediction of speed.
+// Nominal rates, in units a warp-instruction takes: what gives the picture its proportions, not a prediction
+// of speed.
 #define BYTES_PER_UNIT 64           // of a copy
 #define FLOPS_PER_UNIT 8192         // of a tensor core: 128 x 32 multiply-adds
 #define OPEN 4096                   // queued operations that can be followed at once
@@ -20,14 +21,16 @@ static uint32_t cta_index(const Cta *cta, const LaunchDesc *d) {
   return cta->id[0] + d->grid[0] * (cta->id[1] + d->grid[1] * cta->id[2]);
 }
 
-static void record(const Cta *cta, const Launch *launch, TraceKind kind, uint32_t lane, uint32_t line, uint64_t start, uint64_t end) {
+static void record(const Cta *cta, const Launch *launch, TraceKind kind, uint32_t lane, uint32_t line,
+                   uint64_t start, uint64_t end) {
   Trace *t = tracing;
   if (t->count == t->limit) return;
   if (t->count == t->capacity) {
     t->capacity = t->capacity ? 2 * t->capacity : 1024;
     t->events = realloc(t->events, t->capacity * sizeof *t->events);
   }
-  t->events[t->count++] = (TraceEvent){start, end, cta_index(cta, launch->desc), (uint16_t)kind, (uint16_t)lane, line, 0};
+  t->events[t->count++] =
+      (TraceEvent){start, end, cta_index(cta, launch->desc), (uint16_t)kind, (uint16_t)lane, line, 0};
 }
 
 void trace_begin(const LaunchDesc *desc) {
@@ -112,7 +115,8 @@ void trace_run(const Async *a) {
       kind = TRACE_TENSOR;
       uint64_t *pipe_free = t->pipe_free + cta_index(a->cta, d) % 1024;
       if (*pipe_free > start) start = *pipe_free;
-      if (a->kind == A_MMA) {             // PTX ISA, instruction descriptor: N >> 3 in bits 17-22, M >> 4 in bits 24-28; K is 16
+      if (a->kind ==
+          A_MMA) { // PTX ISA, instruction descriptor: N >> 3 in bits 17-22, M >> 4 in bits 24-28; K is 16
         const uint64_t n8 = a->mma.idesc >> 17 & 63, m16 = a->mma.idesc >> 24 & 31;
         cost = (2 * 16 * 8 * 16 * n8 * m16 + FLOPS_PER_UNIT - 1) / FLOPS_PER_UNIT;
       }
