@@ -111,7 +111,7 @@ class _CLaunch(ctypes.Structure):
         ("regions", ctypes.POINTER(_CRegion)), ("nregions", ctypes.c_uint32), ("arch", ctypes.c_uint32),
         ("resident", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("hazards", ctypes.c_uint32), ("programmatic", ctypes.c_uint32), ("approx_edge", ctypes.c_uint32),
-        ("progress", _PROGRESS), ("trace_limit", ctypes.c_uint64), ("previous", ctypes.c_void_p),
+        ("progress", _PROGRESS), ("stop", ctypes.POINTER(ctypes.c_uint32)), ("trace_limit", ctypes.c_uint64), ("previous", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -153,11 +153,11 @@ class Footprint:
     """What a launch read and wrote, for the checks of one that overlaps it. Freed with the object."""
 
     def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
+        self.pointer, self._free = pointer, library().emu_free_footprint
 
     def __del__(self) -> None:
         if self.pointer:
-            library().emu_free_footprint(self.pointer)
+            self._free(self.pointer)
             self.pointer = None
 
 
@@ -249,6 +249,7 @@ def run_launch(
     )
     warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32)
     counts = np.zeros((warps, len(program.ops)), np.uint64)
+    stop = ctypes.c_uint32(0)
     with _progress(options.progress, launch) as progress:
         desc = _CLaunch(
             ctypes.pointer(c_program), launch.grid, launch.block, launch.cluster, program.static_smem,
@@ -256,11 +257,11 @@ def run_launch(
             c_regions,
             len(every), arch, options.sm_count or _SM_COUNT[arch], policy, seed,
             _HAZARDS[options.hazards], launch.programmatic, options.approx_edge,
-            progress, options.trace, previous.footprint.pointer if previous is not None else None,
+            progress, ctypes.pointer(stop), options.trace, previous.footprint.pointer if previous is not None else None,
         )  # fmt: skip
         result = _CResult(counts=counts.ctypes.data)
         start = time.perf_counter()
-        library().emu_run(ctypes.byref(desc), ctypes.byref(result))
+        _run_interruptibly(desc, result, stop)
         seconds = time.perf_counter() - start
     del keep
     footprint = Footprint(result.footprint)
@@ -272,6 +273,22 @@ def run_launch(
         launch, program, per_instruction, seconds, int(per_instruction.sum()),
         *(getattr(result, name) for name in _FIGURES), footprint, events,
     )  # fmt: skip
+
+
+def _run_interruptibly(desc: _CLaunch, result: _CResult, stop: ctypes.c_uint32) -> None:
+    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch, and raises KeyboardInterrupt."""
+    arguments = ctypes.byref(desc), ctypes.byref(result)
+    worker = threading.Thread(target=library().emu_run, args=arguments, name="emulator")
+    worker.start()
+    try:
+        while worker.is_alive():
+            worker.join(0.2)  # with a limit, since a signal that another thread took does not end a wait
+    except BaseException:
+        stop.value = 1
+        worker.join()
+        Footprint(result.footprint)
+        _take_trace(result)
+        raise
 
 
 def _take_trace(result: _CResult) -> np.ndarray:

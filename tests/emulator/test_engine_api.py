@@ -3,7 +3,10 @@ where."""
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -224,3 +227,20 @@ def test_unsupported_instructions_are_refused_before_anything_runs():
 def test_every_fault_is_an_emulation_error():
     with pytest.raises(EmulationError):
         lanes("trap; mov.b32 {d}, {a};", np.zeros(32, np.uint32))
+
+
+def test_ctrl_c_ends_a_long_launch():
+    script = """
+import signal, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from ptx_runner import run
+threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+try:
+    run("LOOP: add.u32 %r1, %r1, 1; setp.ne.u32 %p1, %r2, 7; @%p1 bra LOOP;", np.zeros(1, np.uint32))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "interrupted", done.stderr

@@ -159,6 +159,7 @@ typedef struct {
   // 1: approximate instructions sit at the edge of their documented error
   uint32_t approx_edge;
   void (*progress)(uint64_t ctas_done, uint64_t ctas);
+  const volatile uint32_t *stop;           // ends the launch when it becomes nonzero; or NULL
   uint64_t trace_limit;                    // events of a timeline to record at most; 0: no timeline
   // an opaque footprint of the launch before (for PDL checks), or NULL
   const void *previous;

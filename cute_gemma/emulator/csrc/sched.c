@@ -9,6 +9,8 @@
 
 #define QUANTUM 4096u               // instructions a warp runs before the next one has its turn
 #define TURNS 256u                  // turns a cluster has before the next cluster
+#define REGISTERS 65536u            // CUDA: 32-bit registers per SM
+#define BUDGET_TURNS 64u            // what a turn without yielding counts as
 #define LIVELOCK_TURNS 4000000ull   // turns of the whole launch without a barrier, copy, store or exit
 enum { POLICY_EAGER, POLICY_LAZY, POLICY_RANDOM };
 
@@ -215,7 +217,7 @@ Status engine_pending(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-uint64_t engine_time(Warp *w) { return w->launch->turns * 1000 + state(w)->serial; }
+uint64_t engine_time(Warp *w) { return w->launch->turns * 1000 + state(w)->operations; }
 
 void engine_exit(Warp *w, uint32_t mask) {
   WarpState *s = state(w);
@@ -314,15 +316,20 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   memset(cta->named, 0, sizeof cta->named);
   for (int i = 0; i < NAMED_BARRIERS; i++) cta->named[i].cur = cta->named[i].done = NO_CLOCK;
   cta->pipe = launch->hazards ? clock_new(c) : NO_CLOCK;
+  // as many registers as the threads of a CTA alone can have: what the compiler gave them is not known here
+  const uint32_t threads = launch->nwarps * LANES, registers = threads < 256 ? 256 : REGISTERS / threads & ~7u;
+  cta->free_registers = 0;
   for (uint32_t i = 0; i < launch->nwarps; i++) {
     Warp *w = &cta->warps[i];
     WarpState *s = &cta->states[i];
     uint64_t *pending = s->pending;
     Knowledge *fenced_known = s->fenced_known, *seen = s->seen;
     fenced_known->n = seen->n = 0;
-    *s = (WarpState){.cluster = c, .pending = pending, .fenced_known = fenced_known, .seen = seen, .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK,
+    *s = (WarpState){.cluster = c, .pending = pending, .fenced_known = fenced_known, .seen = seen, .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK, .tensor_clock = NO_CLOCK,
+                     .registers = registers,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
     memset(pending, 0, (launch->program->reg_bytes / SLOT / 64 + 1) * sizeof *pending);
+    if (launch->hazards > 1) s->tensor_clock = clock_new(c);
     if (launch->hazards) {
       s->clock = clock_new(c);
       clock_g(c, s->clock)[warp_comp(w, C_WARP)] = 1;
@@ -413,6 +420,7 @@ static int cluster_run(Cluster *c) {
     RunResult r = interp_run(w, random ? 1 + (uint32_t)(next_random(launch) % (1u << next_random(launch) % 11)) : QUANTUM);
     if (r == RUN_FAULT) return 1;
     if (r == RUN_BUDGET || r == RUN_YIELD) make_ready(c, w);
+    if (r == RUN_BUDGET && !random) launch->turns += BUDGET_TURNS;
     if (launch->progress != last) {
       last = launch->progress;
       idle = 0;
@@ -440,6 +448,8 @@ static void describe_wait(const Warp *w, const Waiting *s, char *out, size_t siz
     snprintf(out, size, "barrier.cluster.wait: %u of %u warps have arrived", w->cta->cluster->arrived, w->cta->cluster->nwarps);
   } else if (s->kind == WAIT_WGMMA) {
     snprintf(out, size, "wgmma.wait_group: other warps of warpgroup %u have not issued the operations", s->id);
+  } else if (s->kind == WAIT_REGISTERS) {
+    snprintf(out, size, "setmaxnreg.inc: %u registers are free in the CTA", w->cta->free_registers);
   } else {
     snprintf(out, size, "tcgen05.alloc: %u TMEM columns are in use", w->cta->tmem_in_use);
   }
@@ -472,6 +482,10 @@ static void run_all(Launch *launch) {
   while (launch->ncluster_done < launch->nclusters && !launch->result->fault) {
     uint64_t turns = launch->turns;
     int progress = 0;
+    if (launch->desc->stop && *launch->desc->stop) {
+      fault(&launch->slots[0].ctas[0].warps[0], NULL, FAULT_ILLEGAL, "interrupted");
+      return;
+    }
     for (uint32_t i = 0; i < launch->nslots && !launch->result->fault; i++)
       if (launch->slots[i].active) progress |= cluster_run(&launch->slots[i]);
     if (launch->result->fault) return;
