@@ -13,7 +13,8 @@ P, the tensor core works for the other:
   one query tile   the warpgroups take key tiles in turn and add to one O of up to 256 TMEM columns.
 """
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import dataclass, fields
 from functools import partial
 
 import cuda.bindings.driver as cuda
@@ -61,13 +62,19 @@ class AttentionTuning:
     mufu_tanh_pairs: int = 16
 
 
+def default_tuning(head_dim: int) -> AttentionTuning:
+    """Two query tiles where two O of head_dim columns fit in TMEM beside two S: each key tile is then read from shared
+    memory for 256 rows."""
+    return AttentionTuning(query_tiles=2 if head_dim <= 128 else 1)
+
+
 @dataclass(frozen=True)
 class Barriers:
     """First mbarrier of each kind. A plain record of pointers: the tracer takes a method call on a value for a change of
     it, so that the storage struct itself cannot be read within a loop.
 
-    q_full, o_full: one a query tile; kv_full, kv_empty: one a stage; s_full: one a warpgroup; p_full: one a warpgroup
-    and part of P; done: one.
+    q_full, o_full: one a query tile; kv_full, kv_empty: one a stage; s_full, max_full: one a warpgroup; p_full: one a
+    warpgroup and part of P; o_done, done: one.
     """
 
     q_full: cute.Pointer
@@ -76,6 +83,8 @@ class Barriers:
     s_full: cute.Pointer
     p_full: cute.Pointer
     o_full: cute.Pointer
+    max_full: cute.Pointer
+    o_done: cute.Pointer
     done: cute.Pointer
 
 
@@ -95,7 +104,8 @@ class Work:
 @dataclass(frozen=True)
 class Attention:
     """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the logits, None for
-    none. mask: "causal", "none", or "tensor" for `MaskedAttention`."""
+    none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a row reads itself and the
+    window - 1 keys before it; None for all before it. tuning: None for `default_tuning`."""
 
     heads: int
     kv_heads: int
@@ -103,15 +113,26 @@ class Attention:
     scale: float
     softcap: float | None
     mask: str = "causal"
-    tuning: AttentionTuning = field(default_factory=AttentionTuning)
+    window: int | None = None
+    tuning: AttentionTuning | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim: got {self.head_dim}, want 64, 128 or 256")
-        if self.head_dim > 128 and self.tuning.query_tiles != 1:
-            raise ValueError(f"query_tiles: got {self.tuning.query_tiles}, want 1 for head_dim {self.head_dim}")
+        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of heads ({self.heads})")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"scale: got {self.scale}, want a finite number above 0")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap: got {self.softcap}, want None or a finite number above 0")
         if self.mask not in ("causal", "none", "tensor"):
             raise ValueError(f'mask: got {self.mask!r}, want "causal", "none" or "tensor"')
+        if self.window is not None and (self.mask != "causal" or self.window < 1):
+            raise ValueError(f'window: got {self.window} with mask {self.mask!r}, want at least 1, with "causal"')
+        if self.tuning is None:
+            object.__setattr__(self, "tuning", default_tuning(self.head_dim))
+        if self.head_dim > 128 and self.tuning.query_tiles != 1:
+            raise ValueError(f"query_tiles: got {self.tuning.query_tiles}, want 1 for head_dim {self.head_dim}")
 
     def signature(self) -> Signature:
         """q, k, v, out; every batch and length shares one compilation."""
@@ -130,6 +151,11 @@ class Attention:
     def fixed_shift(self) -> bool:
         """Whether the cap alone bounds the exponents, so that no running maximum is needed."""
         return self.softcap is not None and self.softcap <= FIXED_SHIFT_CAP
+
+    @property
+    def chained(self) -> bool:
+        """Whether two warpgroups have to agree on the running maximum of one O."""
+        return not self.fixed_shift and self.tuning.query_tiles == 1
 
     @property
     def mma_warp(self) -> int:
@@ -228,7 +254,9 @@ class Attention:
     def _storage(self):
         tiles, stages = self.tuning.query_tiles, self.tuning.kv_stages
         part = TILE * self.head_dim // self.kv_parts
-        bias_words = GROUPS * TILE * softmax.BIAS_PITCH if self.mask == "tensor" else 1
+        # A row's sum in each warpgroup; where there is one, the memory that mask entries are turned in is free by then.
+        exchange_words = GROUPS * TILE * (softmax.BIAS_PITCH if self.mask == "tensor" else 1)
+        maxima_words = GROUPS * TILE if self.chained else 1
 
         @cute.struct
         class Storage:
@@ -238,10 +266,12 @@ class Attention:
             s_full: cute.struct.MemRange[Int64, GROUPS]
             p_full: cute.struct.MemRange[Int64, GROUPS * self.p_parts]
             o_full: cute.struct.MemRange[Int64, tiles]
+            max_full: cute.struct.MemRange[Int64, GROUPS]
+            o_done: cute.struct.MemRange[Int64, 1]
             done: cute.struct.MemRange[Int64, 1]
             tmem: Int32
-            sums: cute.struct.MemRange[Float32, GROUPS * TILE]
-            bias: cute.struct.MemRange[Float32, bias_words]
+            exchange: cute.struct.MemRange[Float32, exchange_words]
+            maxima: cute.struct.MemRange[Float32, maxima_words]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, tiles * TILE * self.head_dim], ALIGN]
             kv: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * part], ALIGN]
 
@@ -258,7 +288,7 @@ class Attention:
         # k and v share the stages; out reuses q's memory.
         buffers = zip((storage.q, storage.kv, storage.kv, storage.q), self._smem_layouts())
         smem = tuple(x.get_tensor(layout.outer, swizzle=layout.inner) for x, layout in buffers)
-        scratch = (storage.sums.data_ptr(), storage.bias.data_ptr())
+        scratch = (storage.exchange.data_ptr(), storage.maxima.data_ptr())
         if warp == self.load_warp:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
@@ -288,8 +318,10 @@ class Attention:
                 cute.arch.mbarrier_init(bars.kv_empty + i, 1)
             for g in range(GROUPS):
                 cute.arch.mbarrier_init(bars.s_full + g, 1)
+                cute.arch.mbarrier_init(bars.max_full + g, WARPGROUP // WARP)
             for i in range(GROUPS * self.p_parts):
                 cute.arch.mbarrier_init(bars.p_full + i, WARPGROUP // WARP)
+            cute.arch.mbarrier_init(bars.o_done, 1)
             cute.arch.mbarrier_init(bars.done, self.mma_warp)
         cute.arch.mbarrier_init_fence()
 
@@ -324,28 +356,41 @@ class Attention:
                     bits = bits ^ (1 << lane)
                     state = visit(state, block * SCAN_BLOCK + lane, partial(_class_of, classes, lane))
         else:
-            end = work.tiles
+            tile = work.tile + (0 if only is None else only)
             last = work.tile + (self.tuning.query_tiles - 1 if only is None else only)
+            first, end = self._first_key_tile(tile), work.tiles
             if cutlass.const_expr(self.mask == "causal"):
                 end = cutlass.min(end, last + 1)
             if cutlass.const_expr(only is not None):
-                end = cutlass.select_(last < work.tiles, end, Int32(0))
-            for i in cutlass.range(end, unroll=1):
+                end = cutlass.select_(last < work.tiles, end, first)
+            for i in cutlass.range(end - first, unroll=1):
                 j = end - 1 - i
                 state = visit(state, j, partial(self._class_by_position, work, j, only is not None))
         return state
+
+    def _first_key_tile(self, tile):
+        """The first key tile that query tile `tile` reads."""
+        if self.window is None:
+            return Int32(0)
+        return cutlass.max(tile * TILE - (self.window - 1), Int32(0)) // TILE
 
     def _class_by_position(self, work, j, read, i):
         """`read`: known to be read by query tile i."""
         tile = work.tile + i
         kind = Int32(ALL_ZERO)
         if self.mask == "causal":
-            kind = cutlass.select_(j == tile, Int32(DIAGONAL), kind)
+            cut = Boolean(j == tile)
+            if self.window is not None:
+                # Its last row's window starts beyond the tile's first key.
+                cut = cut | Boolean(tile * TILE + TILE - self.window > j * TILE)
+            kind = cutlass.select_(cut, Int32(DIAGONAL), kind)
         if read:
             return kind
         reads = Boolean(tile < work.tiles)
         if self.mask == "causal":
             reads = reads & Boolean(j <= tile)
+        if self.window is not None:
+            reads = reads & Boolean(j >= self._first_key_tile(tile))
         return cutlass.select_(reads, kind, Int32(ALL_MASKED))
 
     def _scan(self, work, block, only):
@@ -376,7 +421,7 @@ class Attention:
         minus_max, source = Float32(0.0), None
         if cutlass.const_expr(self.mask == "tensor"):
             cute.arch.griddepcontrol_wait()
-            minus_max, source = self._mask_source(mask, scratch[1], row, group * 4 + warp, work)
+            minus_max, source = self._mask_source(mask, scratch[0], row, group * 4 + warp, work)
         rows = softmax.Rows(
             group=group,
             thread=warp * WARP + lane,
@@ -386,6 +431,7 @@ class Attention:
             row=row,
             s=work.s,
             scores=tmem + self.s_column(group),
+            accumulator=tmem + self.o_column(group if self.tuning.query_tiles == 2 else 0),
             output=tmem + self.o_column(group),
             minus_max=minus_max,
             plain=cute.arch.vote_all_sync(minus_max == 0.0),
@@ -395,21 +441,42 @@ class Attention:
         zero = Float32(0.0)
         state = (Int32(0), Int32(softmax.TOP_LEVEL), Float32(-Float32.inf), zero, zero)
         mine = group if self.tuning.query_tiles == 2 else Int32(0)
-        count, _, _, sum0, sum1 = self.walk(partial(self._softmax_visit, rows, source, mine), state, work, mine)
+        visit = partial(self._softmax_visit, rows, (source, self._chain(bars, scratch[1], group)), mine)
+        count, _, maximum, sum0, sum1 = self.walk(visit, state, work, mine)
         total = sum0 + sum1
         column, ready = Int32(0), (bars.q_full, bars.o_full)
         if cutlass.const_expr(self.tuning.query_tiles == 2):
             ready = (bars.q_full + group, bars.o_full + group)
         else:
-            sums = cute.make_tensor(scratch[0], cute.make_layout((TILE, GROUPS)))
-            sums[rows.thread, group] = total
-            cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
-            total = sums[rows.thread, 0] + sums[rows.thread, 1]
-            column = group
+            total, column = self._combine(scratch, rows, maximum, total), group
         if tile < work.tiles:
             coordinate = (column, work.head, work.batch)
             softmax.write_output(self, rows, sO, out, coordinate, ready, total, count > 0)
         softmax.arrive(rows, bars.done)
+
+    def _chain(self, bars, maxima, group):
+        if not self.chained:
+            return None
+        mine, theirs = group, GROUPS - 1 - group
+        return softmax.MaximumChain(
+            maxima + mine * TILE, maxima + theirs * TILE, bars.max_full + mine, bars.max_full + theirs, bars.o_done
+        )
+
+    def _combine(self, scratch, rows, maximum, total):
+        """The row's denominator from the sums of both warpgroups, brought to the larger of their maxima: O's."""
+        sums, maxima = (cute.make_tensor(x, cute.make_layout((TILE, GROUPS))) for x in scratch)
+        # Both warpgroups are past reading mask entries and what the chain passed on.
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
+        sums[rows.thread, rows.group] = total
+        if self.chained:
+            maxima[rows.thread, rows.group] = maximum
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
+        parts = [sums[rows.thread, g] for g in range(GROUPS)]
+        if self.chained:
+            found = [maxima[rows.thread, g] for g in range(GROUPS)]
+            largest = cute.arch.fmax(*found)
+            parts = [t * softmax.rescale_factor(m, largest) for t, m in zip(parts, found)]
+        return parts[0] + parts[1]
 
     @cute.jit
     def _softmax_visit(self, rows, source, mine, state, j, kind_of):
@@ -417,20 +484,20 @@ class Attention:
         count, level, maximum, sum0, sum1 = state
         row = (level, maximum, sum0, sum1)
         if cutlass.const_expr(self.tuning.query_tiles == 2):
-            row = self._softmax_tile(rows, source, j, kind_of(mine), count, count > 0, row)
+            row = self._softmax_tile(rows, source, j, kind_of(mine), count, row)
         else:
             if (count & 1) == rows.group:
-                row = self._softmax_tile(rows, source, j, kind_of(mine), count >> 1, count > 0, row)
+                row = self._softmax_tile(rows, source, j, kind_of(mine), count, row)
         return count + 1, row[0], row[1], row[2], row[3]
 
-    def _softmax_tile(self, rows, source, j, kind, index, started, row):
+    def _softmax_tile(self, rows, source, j, kind, count, row):
         level, maximum, sum0, sum1 = row
-        cute.arch.mbarrier_wait(rows.s_full, index & 1)
+        cute.arch.mbarrier_wait(rows.s_full, (count if self.tuning.query_tiles == 2 else count >> 1) & 1)
         fence_after_sync()
         if self.fixed_shift:
-            level, sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source, (level, sum0, sum1))
+            level, sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source[0], (level, sum0, sum1))
         else:
-            maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, started, (maximum, sum0, sum1))
+            maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, count, (maximum, sum0, sum1))
         return level, maximum, sum0, sum1
 
     @cute.jit

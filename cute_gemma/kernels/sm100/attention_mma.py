@@ -133,7 +133,7 @@ def mma_role(kernel, bars, smem, tmem, work):
     else:
         slot, phase, count = kernel.walk(partial(_visit_one_tile, kernel, bars, smem, tmem), (Int32(0),) * 3, work)
         ring = (slot, phase)
-        after = _skip(kernel, ring, kernel.kv_parts) if True else ring
+        after = _skip(kernel, ring, kernel.kv_parts)
         with cute.arch.elect_one():
             if count > 1:
                 _accumulate(kernel, bars, smem, tmem, ring, count & 1, count - 2)
@@ -239,6 +239,8 @@ def _accumulate(kernel, bars, smem, tmem, ring, g, index):
             if not two:
                 tcgen05.commit(bars.kv_empty + slot)
             ring = next_stage(kernel, ring)
+    if kernel.chained:
+        tcgen05.commit(bars.o_done)
 
 
 def _descriptor(fragment):

@@ -48,7 +48,7 @@ class Rows:
     """What a softmax thread works on.
 
     group: its warpgroup; thread, lane, warp: its place in the group; tile: its query tile; row: its query row in the
-    sequence; s: sequence length; scores, output: TMEM of S_g and O_g; minus_max: minus the row's largest mask entry;
+    sequence; s: sequence length; scores, accumulator, output: TMEM of S_g, of O, and of the part of O it writes; minus_max: minus the row's largest mask entry;
     plain: that is 0 in every row of the warp; s_full, p_full: the group's barriers.
     """
 
@@ -60,6 +60,7 @@ class Rows:
     row: Int32
     s: Int32
     scores: cute.Pointer
+    accumulator: cute.Pointer
     output: cute.Pointer
     minus_max: Float32
     plain: Boolean
@@ -232,12 +233,12 @@ def _capped_biased(kernel, rows, j, kind, bias_source):
     """A tile with masked entries, a mask to read, or a shift: 32 scores at a time, each with its bias."""
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
     fit = sc.TANH_FITS[-1]
-    limit, last = key_limits(kernel, rows, j, kind)
+    keys = key_range(kernel, rows, j, kind)
     total = (Float32(0.0), Float32(0.0))
     for chunk in cutlass.range(CHUNKS, unroll=1):
-        if chunk * CHUNK <= last:
+        if not chunk_is_hidden(keys, chunk):
             scores = tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK)
-            bias = _pairs(chunk_bias(kernel, rows, j, chunk, kind, limit, bias_source))
+            bias = _pairs(chunk_bias(kernel, rows, j, chunk, kind, keys, bias_source))
             largest = reduce3(abs_max3, _values(scores), Float32(0.0))
             if cute.arch.vote_all_sync(largest <= softcap.score_limit(fit)):
                 p = [sc.exp2_capped(s, softcap, fit, b) for s, b in zip(_pairs(scores), bias)]
@@ -271,41 +272,63 @@ def _arrive_all(kernel, rows):
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-def key_limits(kernel, rows, j, kind):
-    """Last key of tile j, counted from its first, that this row may read by position, and the last any row of the warp
-    may read: the sequence's end, and the diagonal where the tile lies on it."""
+@dataclass(frozen=True)
+class KeyRange:
+    """Keys of a tile, counted from its first, that positions allow: first .. last for this row, and for the warp's rows
+    together. first is None without a window."""
+
+    first: Int32 | None
+    last: Int32
+    warp_first: Int32 | None
+    warp_last: Int32
+
+
+def key_range(kernel, rows, j, kind) -> KeyRange:
+    """Keys up to the sequence's end; in a tile that is not ALL_ZERO by position, also up to the diagonal and from the
+    start of the window on."""
     end = rows.s - 1 - j * TILE
-    below = rows.row - j * TILE
-    warp_below = rows.tile * TILE + rows.warp * WARP + WARP - 1 - j * TILE
-    if cutlass.const_expr(kernel.mask == "none"):
-        return end, end
-    diagonal = kind != ALL_ZERO
-    if cutlass.const_expr(kernel.mask == "tensor"):
-        diagonal = Boolean(kind != ALL_ZERO) & Boolean(kind != MIXED)
-    limit = cutlass.select_(diagonal, cutlass.min(below, end), end)
-    last = cutlass.select_(diagonal, cutlass.min(warp_below, end), end)
-    return limit, last
+    row, warp_row = rows.row - j * TILE, rows.tile * TILE + rows.warp * WARP - j * TILE
+    last = warp_last = end
+    if kernel.mask != "none":
+        cut = Boolean(kind != ALL_ZERO)
+        if kernel.mask == "tensor":
+            cut = cut & Boolean(kind != MIXED)
+        last = cutlass.select_(cut, cutlass.min(row, end), end)
+        warp_last = cutlass.select_(cut, cutlass.min(warp_row + WARP - 1, end), end)
+    if kernel.window is None:
+        return KeyRange(None, last, None, warp_last)
+    return KeyRange(row - kernel.window + 1, last, warp_row - kernel.window + 1, warp_last)
+
+
+def chunk_is_hidden(keys: KeyRange, chunk) -> Boolean:
+    """Whether no row of the warp may read a key of the chunk."""
+    hidden = Boolean(chunk * CHUNK > keys.warp_last)
+    if keys.warp_first is not None:
+        hidden = hidden | Boolean((chunk + 1) * CHUNK <= keys.warp_first)
+    return hidden
 
 
 @cute.jit
-def chunk_bias(kernel, rows, j, chunk, kind, limit, source):
+def chunk_bias(kernel, rows, j, chunk, kind, keys, source):
     """What is added to the chunk's 32 base-2 exponents of this row: -inf where the key is masked."""
     bias = cute.make_rmem_tensor((CHUNK,), Float32)
     if cutlass.const_expr(kernel.mask == "tensor"):
         if kind == MIXED:
             read_bias(rows, j, chunk, source, bias)
         else:
-            _positional_bias(rows, chunk, limit, bias)
+            _positional_bias(rows, chunk, keys, bias)
     else:
-        _positional_bias(rows, chunk, limit, bias)
+        _positional_bias(rows, chunk, keys, bias)
     return bias
 
 
-def _positional_bias(rows, chunk, limit, bias):
-    inside = limit - chunk * CHUNK
+def _positional_bias(rows, chunk, keys, bias):
     shift = rows.minus_max * sc.LOG2_E
     for c in range(CHUNK):
-        bias[c] = cutlass.select_(c <= inside, shift, -Float32.inf)
+        visible = Boolean(c <= keys.last - chunk * CHUNK)
+        if keys.first is not None:
+            visible = visible & Boolean(c >= keys.first - chunk * CHUNK)
+        bias[c] = cutlass.select_(visible, shift, -Float32.inf)
 
 
 def read_bias(rows, j, chunk, source, bias):
@@ -334,37 +357,74 @@ def read_bias(rows, j, chunk, source, bias):
 # ---- running maximum -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class MaximumChain:
+    """How two warpgroups that add to one O agree on its maximum: each takes it over from the other's last tile and
+    passes it on. A row's thread has the same place in both.
+
+    mine, theirs: the rows' maxima in shared memory, and mine_full, theirs_full the barriers that say they are there;
+    o_done: completes with each product added to O.
+    """
+
+    mine: cute.Pointer
+    theirs: cute.Pointer
+    mine_full: cute.Pointer
+    theirs_full: cute.Pointer
+    o_done: cute.Pointer
+
+
 @cute.jit
-def online_tile(kernel, rows: Rows, j, kind, bias_source, started, state):
-    """Weights of key tile j under a running maximum. state: the row's maximum (base-2 exponent) and two partial sums;
-    started: whether O holds products already."""
+def online_tile(kernel, rows: Rows, j, kind, source, count, state):
+    """Weights of key tile j under a running maximum. source: (mask to read, maximum chain), None where there is none;
+    count: tiles of the query tile before this one; state: the maximum (base-2 exponent) this thread's two partial sums
+    refer to, and these. Returns the state."""
     maximum, sum0, sum1 = state
+    bias_source, chain = source
     slope = Float32(kernel.scale * sc.LOG2_E)
     if cutlass.const_expr(kernel.softcap is not None):
         _logits_in_place(kernel, rows, j, kind, bias_source)
         slope = Float32(1.0)
     else:
-        if Boolean(kind == ALL_ZERO) & rows.plain & Boolean((j + 1) * TILE <= rows.s):
-            slope = Float32(kernel.scale * sc.LOG2_E)
-        else:
+        if not Boolean(kind == ALL_ZERO) & rows.plain & Boolean((j + 1) * TILE <= rows.s):
             _logits_in_place(kernel, rows, j, kind, bias_source)
             slope = Float32(1.0)
     scores = tmem_load(rows, rows.scores, TILE)
     largest = reduce3(max3, _values(scores), Float32(-Float32.inf)) * slope
-    grown = largest > maximum + RESCALE_AT
+    of_output = maximum
+    if cutlass.const_expr(chain is not None):
+        if count > 0:
+            cute.arch.mbarrier_wait(chain.theirs_full, ((count - 1) >> 1) & 1)
+            of_output = cute.make_tensor(chain.theirs, cute.make_layout(TILE))[rows.thread]
+    grown = largest > of_output + RESCALE_AT
+    new = cutlass.select_(grown, largest, of_output)
+    if cutlass.const_expr(chain is not None):
+        cute.make_tensor(chain.mine, cute.make_layout(TILE))[rows.thread] = new
+        cute.arch.sync_warp()
+        if rows.lane == 0:
+            cute.arch.mbarrier_arrive(chain.mine_full)
+        own = rescale_factor(maximum, new)
+        sum0, sum1 = sum0 * own, sum1 * own
     if cute.arch.vote_any_sync(grown):
-        new = cutlass.select_(grown, largest, maximum)
-        factor = cutlass.select_(grown, sc.exp2(maximum - new), Float32(1.0))
-        sum0, sum1, maximum = sum0 * factor, sum1 * factor, new
-        if started:
+        factor = rescale_factor(of_output, new)
+        if cutlass.const_expr(chain is None):
+            sum0, sum1 = sum0 * factor, sum1 * factor
+        if count > 0:
+            if cutlass.const_expr(chain is not None):
+                cute.arch.mbarrier_wait(chain.o_done, (count - 1) & 1)
+                fence_after_sync()
             _rescale_output(kernel, rows, factor)
     # A row that has met masked keys alone: its weights are 2^-inf whatever is subtracted.
-    subtracted = cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+    subtracted = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
     total, pairs = (sum0, sum1), _pairs(scores)
     for part in cutlass.range_constexpr(kernel.p_parts):
         total, packed = _shifted_part(pairs, part, (slope, slope), (-subtracted, -subtracted), total)
         _store_part(kernel, rows, packed, part)
-    return maximum, total[0], total[1]
+    return new, total[0], total[1]
+
+
+def rescale_factor(old, new):
+    """2^(old - new), and 1 where both are -inf."""
+    return cutlass.select_(old == new, Float32(1.0), sc.exp2(old - new))
 
 
 def _shifted_part(pairs, part, slope, minus_maximum, total):
@@ -381,10 +441,10 @@ def _shifted_part(pairs, part, slope, minus_maximum, total):
 @cute.jit
 def _logits_in_place(kernel, rows, j, kind, bias_source):
     """Scores in TMEM to base-2 exponents with the mask added."""
-    limit, _ = key_limits(kernel, rows, j, kind)
+    keys = key_range(kernel, rows, j, kind)
     for chunk in cutlass.range(CHUNKS, unroll=1):
         scores = _pairs(tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK))
-        bias = _pairs(chunk_bias(kernel, rows, j, chunk, kind, limit, bias_source))
+        bias = _pairs(chunk_bias(kernel, rows, j, chunk, kind, keys, bias_source))
         gain = kernel.scale * sc.LOG2_E
         if cutlass.const_expr(kernel.softcap is not None):
             softcap = sc.Softcap(kernel.scale, kernel.softcap)
@@ -397,11 +457,12 @@ def _logits_in_place(kernel, rows, j, kind, bias_source):
 
 @cute.jit
 def _rescale_output(kernel, rows, factor):
-    """O *= factor in TMEM. Its last product is complete: the scores this tile waited for were committed after it."""
+    """O *= factor in TMEM, once its last product is complete: with a query tile of its own, the scores that the warpgroup
+    has waited for were committed after that."""
     # Few columns at once: the row's 128 scores are in registers as well.
     step = 16
     for chunk in cutlass.range(kernel.head_dim // step, unroll=1):
-        pointer = rows.output + chunk * step
+        pointer = rows.accumulator + chunk * step
         scaled = [cute.arch.mul_packed_f32x2(o, (factor, factor)) for o in _pairs(tmem_load(rows, pointer, step))]
         tmem_store(rows, [v for pair in scaled for v in pair], pointer)
         cute.arch.fence_view_async_tmem_store()
