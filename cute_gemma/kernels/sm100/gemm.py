@@ -38,7 +38,7 @@ columns of TMEM (PTX ISA, "Tensor Memory"), so each of two fp32 accumulators may
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import cutlass
@@ -195,6 +195,9 @@ class PersistentGemm(GemmBase):
         worker = cute.arch.block_idx()[0] // self.tuning.cluster
         cluster = self.cluster_layout(mmas[0])
         stages = self.stage_count
+        if warp == TMA_WARP:
+            for atom in tma_atoms(tma):
+                cpasync.prefetch_descriptor(atom)
 
         @cute.struct
         class Storage:
@@ -485,3 +488,12 @@ class PersistentGemm(GemmBase):
 def as_vectors(values):
     """32 register values as (4, CHUNK / 4): 16 bytes a copy."""
     return cute.make_tensor(values.iterator, cute.make_layout((4, CHUNK // 4)))
+
+
+def tma_atoms(value) -> list:
+    """The copy atoms of every TmaTensor in nested dataclasses and tuples."""
+    if isinstance(value, TmaTensor):
+        return [value.atom]
+    if is_dataclass(value):
+        value = [getattr(value, each.name) for each in fields(value)]
+    return [atom for part in value for atom in tma_atoms(part)] if isinstance(value, (list, tuple)) else []
