@@ -111,7 +111,8 @@ class _CLaunch(ctypes.Structure):
         ("regions", ctypes.POINTER(_CRegion)), ("nregions", ctypes.c_uint32), ("arch", ctypes.c_uint32),
         ("resident", ctypes.c_uint32), ("policy", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("hazards", ctypes.c_uint32), ("programmatic", ctypes.c_uint32), ("approx_edge", ctypes.c_uint32),
-        ("progress", _PROGRESS), ("stop", ctypes.POINTER(ctypes.c_uint32)), ("trace_limit", ctypes.c_uint64), ("previous", ctypes.c_void_p),
+        ("progress", _PROGRESS), ("stop", ctypes.POINTER(ctypes.c_uint32)),
+        ("trace_limit", ctypes.c_uint64), ("previous", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -257,7 +258,8 @@ def run_launch(
             c_regions,
             len(every), arch, options.sm_count or _SM_COUNT[arch], policy, seed,
             _HAZARDS[options.hazards], launch.programmatic, options.approx_edge,
-            progress, ctypes.pointer(stop), options.trace, previous.footprint.pointer if previous is not None else None,
+            progress, ctypes.pointer(stop), options.trace,
+            previous.footprint.pointer if previous is not None else None,
         )  # fmt: skip
         result = _CResult(counts=counts.ctypes.data)
         start = time.perf_counter()
@@ -276,7 +278,7 @@ def run_launch(
 
 
 def _run_interruptibly(desc: _CLaunch, result: _CResult, stop: ctypes.c_uint32) -> None:
-    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch, and raises KeyboardInterrupt."""
+    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch (and raises KeyboardInterrupt)."""
     arguments = ctypes.byref(desc), ctypes.byref(result)
     worker = threading.Thread(target=library().emu_run, args=arguments, name="emulator")
     worker.start()
