@@ -278,7 +278,7 @@ def run_launch(
 
 
 def _run_interruptibly(desc: _CLaunch, result: _CResult, stop: ctypes.c_uint32) -> None:
-    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch (and raises KeyboardInterrupt)."""
+    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch with KeyboardInterrupt."""
     arguments = ctypes.byref(desc), ctypes.byref(result)
     worker = threading.Thread(target=library().emu_run, args=arguments, name="emulator")
     worker.start()
