@@ -75,9 +75,19 @@ Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t co
   return complete_phase(w, op, cta, b);
 }
 
+// Strict checks: the async proxy signals only barriers whose initialisation a fence.mbarrier_init or fence.proxy.async follows.
+int mbar_init_fenced(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) {
+  if (w->launch->hazards < 2) return 1;
+  const uint32_t index = b->init_comp % cta->cluster->nwarps, per = w->launch->nwarps;
+  if (cta->cluster->ctas[index / per].states[index % per].fenced_inits >= b->init_epoch) return 1;
+  fault(w, op, FAULT_PROXY_FENCE, "advice: signals the mbarrier at 0x%x of CTA rank %u, initialised at PTX line %u with no fence.mbarrier_init "
+        "or fence.proxy.async after it", b->offset, cta->rank, b->init_line);
+  return 0;
+}
+
 Status mbar_copy_issued(Warp *w, const Op *op, Cta *cta, uint32_t offset, Agent *agent) {
   Mbarrier *b = mbar_find(w, op, cta, offset);
-  if (!b || !after_init(w, op, cta, b)) return ST_FAULT;
+  if (!b || !after_init(w, op, cta, b) || !mbar_init_fenced(w, op, cta, b)) return ST_FAULT;
   b->inflight++;
   b->last_copy = b->phase + 1;
   agent->comp = b->comp;
@@ -249,11 +259,10 @@ Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
     if (!what.mbar) what.mbar = b, what.mbar_cta = cta, what.parity = parity, address0 = address;
   }
   if (!passed && uniform) {
-    if (s->failed == op && s->failed_mask == mask && s->failed_serial + 1 == s->serial) {
-      s->failed_serial = s->serial;
-      return block(w, op, &what);
-    }
-    s->failed = op, s->failed_mask = mask, s->failed_serial = s->serial;
+    const uint64_t serial = s->serial[w->current];
+    const int again = s->failed[w->current].op == op && s->failed[w->current].mask == mask && s->failed[w->current].serial + 1 == serial;
+    s->failed[w->current].op = op, s->failed[w->current].mask = mask, s->failed[w->current].serial = serial;
+    if (again) return block(w, op, &what);
   }
   w->pred[refs[0]] = (w->pred[refs[0]] & ~mask) | passed;
   if (tracing && passed) trace_pass(w, op, &what.mbar->stamp);
@@ -399,7 +408,7 @@ void barriers_warp_exit(Warp *w) {
 Status exec_fence(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   if (op->sub == 1) clock_proxy_fence(w);
-  if (op->sub == 2) state(w)->fenced_inits = state(w)->inits;
+  if (op->sub == 1 || op->sub == 2) state(w)->fenced_inits = state(w)->inits;
   if (op->sub >= 3) clock_fence(w);
   if (op->sub == 3 && w->launch->hazards) global_fence(w);
   return ST_NEXT;
@@ -414,13 +423,28 @@ Status exec_grid_wait(Warp *w, const Op *op, uint32_t mask) {
 
 Status exec_nothing(Warp *w, const Op *op, uint32_t mask) {
   (void)op, (void)mask;
-  state(w)->serial--;             // a warp that only sleeps between two waits has done nothing
+  state(w)->serial[w->current]--;             // who only sleeps between two waits has done nothing
   return ST_NEXT;
 }
 
-// setmaxnreg. imm: registers a thread; sub: 1 for .inc.
+// setmaxnreg. imm: registers a thread; sub: 1 for .inc, which waits until other warps have given up enough.
 Status exec_setmaxnreg(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
-  state(w)->maxnreg = (uint32_t)op->imm;
+  WarpState *s = state(w);
+  const uint32_t wanted = (uint32_t)op->imm;
+  if (op->sub ? wanted < s->registers : wanted > s->registers) {
+    if (op->sub || w->launch->nwarps * LANES >= 256)
+      return fault(w, op, FAULT_ILLEGAL, "setmaxnreg.%s to %u registers, from at most %u", op->sub ? "inc" : "dec", wanted, s->registers);
+    return ST_NEXT;
+  }
+  if (op->sub) {
+    const uint32_t more = (wanted - s->registers) * LANES;
+    if (more > w->cta->free_registers) return block(w, op, &(Waiting){.kind = WAIT_REGISTERS});
+    w->cta->free_registers -= more;
+  } else {
+    w->cta->free_registers += (s->registers - wanted) * LANES;
+    wake(cluster_of(w), w->cta, WAIT_REGISTERS, NULL, 0);
+  }
+  s->registers = wanted;
   return ST_NEXT;
 }

@@ -40,6 +40,7 @@ typedef struct { Access *item; uint16_t count, cap, writes, next_free; } Extra; 
 
 typedef struct {                    // who touches memory, for the checks
   const uint32_t *g, *a;            // its clocks
+  const uint32_t *unfenced;         // strict checks: g without the need for tcgen05 fences
   uint32_t epoch, line;
   uint16_t comp;
   uint8_t async;                    // accesses through the async proxy
@@ -75,7 +76,7 @@ typedef struct {
 } NamedBarrier;
 
 // ---------------------------------------------------------------- a warp, a CTA, a cluster
-typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM, WAIT_WGMMA } WaitKind;
+typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM, WAIT_WGMMA, WAIT_REGISTERS } WaitKind;
 
 typedef struct {                    // what a split waits for
   WaitKind kind; uint8_t woken;
@@ -97,13 +98,15 @@ typedef struct {                    // Warp.engine
   uint8_t ready, exited, cluster_arrived;
   uint32_t cluster_generation;
   Waiting wait[LANES];              // by split
-  // a wait that failed, to put the warp to sleep when it comes straight back to it
-  const Op *failed; uint32_t failed_mask; uint64_t failed_serial, serial;
+  // by split: engine operations so far, and a wait that failed, to put the split to sleep when it comes straight back to it
+  uint64_t operations, serial[LANES];
+  struct { const Op *op; uint32_t mask; uint64_t serial; } failed[LANES];
   Async *tmem_ld;                   // queued tcgen05.ld, newest first
   Async *wgmma_head, *wgmma_tail; uint32_t wgmma_queued; uint8_t wgmma_fenced;
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
   Groups bulk, cp, wgmma, ld, st;
-  uint32_t maxnreg;
+  uint32_t registers;               // a thread, as setmaxnreg counts them
+  ClockId tensor_clock;             // strict checks: what a tcgen05.fence::after_thread_sync has ordered
   uint32_t acquires;                // of what other clusters released
   struct Snapshot *fenced_snapshot;
   struct Knowledge *fenced_known, *seen;   // released by a fence; seen by relaxed reads, to be acquired by a fence
@@ -126,6 +129,7 @@ struct Cta {
   ClockId pipe; uint32_t pipe_epoch;         // the tensor pipe: clock of what was issued, current epoch
   uint16_t gen;
   Async *pipe_head, *pipe_tail;              // queued tensor operations, in order
+  uint32_t free_registers;                   // of the CTA's pool, given up by setmaxnreg.dec
   uint32_t grid_waited, tmem_group;          // tmem_group: 1 + whether allocations are for a pair; 0: none yet
   uint32_t last_d, last_d_epoch, last_d_comp, last_d_columns, last_d_warp;   // the accumulator checked last
 };
@@ -222,6 +226,7 @@ Status run_cp_async(Async *a);
 // barrier.c
 Mbarrier *mbar_find(Warp *w, const Op *op, Cta *cta, uint32_t offset);     // NULL: fault
 Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t count, int32_t tx, ClockId clock, int drop);
+int mbar_init_fenced(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b);
 Status mbar_copy_issued(Warp *w, const Op *op, Cta *cta, uint32_t offset, Agent *agent);   // stamps agent with (barrier, phase)
 Status mbar_copy_done(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t bytes);
 Status run_arrive(Async *a);

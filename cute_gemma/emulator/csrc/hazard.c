@@ -130,6 +130,35 @@ Agent agent_of(Warp *w, const Op *op) {
   return x;
 }
 
+// ---------------------------------------------------------------- tcgen05 fences
+// PTX ISA, "tcgen05.fence": without strict checks a wait alone orders a warp's tcgen05 operations for what it releases, and an
+// acquire alone orders those of others before its own; widely used kernels leave the fences out.
+Agent tensor_agent(Warp *w, const Op *op) {
+  Agent x = agent_of(w, op);
+  if (w->launch->hazards < 2) return x;
+  x.unfenced = x.g;
+  x.g = clock_g(cluster_of(w), state(w)->tensor_clock);
+  return x;
+}
+
+void tensor_waited(Warp *w, uint32_t kind, uint32_t epoch) {
+  if (!w->launch->hazards) return;
+  const ClockId id = w->launch->hazards < 2 ? state(w)->clock : state(w)->tensor_clock;
+  clock_g(cluster_of(w), id)[warp_comp(w, kind)] = epoch;
+}
+
+void tensor_fence(Warp *w, int after) {
+  if (w->launch->hazards < 2) return;
+  Cluster *c = cluster_of(w);
+  WarpState *s = state(w);
+  if (after) {
+    clock_join(c, s->tensor_clock, s->clock);
+    return;
+  }
+  for (uint32_t kind = C_TMEM_LD; kind <= C_TMEM_ST; kind++)
+    clock_g(c, s->clock)[warp_comp(w, kind)] = clock_g(c, s->tensor_clock)[warp_comp(w, kind)];
+}
+
 // ---------------------------------------------------------------- reports
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size) {
   static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ", "a bulk copy (writing) of ",
@@ -168,6 +197,8 @@ static void place(const Cta *cta, const Shadow *s, uint32_t mask, char *out, siz
 }
 
 static const char *missing(const Cluster *c, uint32_t comp) {
+  if (c->launch->hazards > 1 && (comp / c->nwarps == C_TMEM_LD || comp / c->nwarps == C_TMEM_ST))
+    return "tcgen05.wait and tcgen05.fence::before_thread_sync (advice) by that warp, then a barrier, must come between";
   switch (comp / c->nwarps) {
     case C_CP_ASYNC: return "cp.async.wait_group, or an mbarrier that cp.async.mbarrier.arrive signals, must come between";
     case C_BULK_READ: return "cp.async.bulk.wait_group[.read] by that warp, then a barrier, must come between";
@@ -188,6 +219,11 @@ static int conflict(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *
   char where[96], who[128];
   place(cta, s, mask, where, sizeof where);
   comp_name(c, comp, epoch, who, sizeof who);
+  if (x->unfenced && x->unfenced[comp] >= epoch) {
+    fault(x->warp, x->op, FAULT_RACE, "advice: %s: %s what %s %s at PTX line %u; they are ordered, but no tcgen05.fence::after_thread_sync "
+          "follows the wait that orders them", where, write ? "writes" : "reads", who, other_write ? "wrote" : "read", line);
+    return 0;
+  }
   const char *me = write ? "writes" : "reads", *did = other_write ? "wrote" : "read";
   if (x->async && generic_comp(c, comp) && x->g[comp] >= epoch)
     fault(x->warp, x->op, FAULT_PROXY_FENCE,

@@ -30,6 +30,9 @@ void clock_release_relaxed(Warp *w, ClockId into);
 void clock_proxy_fence(Warp *w);
 
 Agent agent_of(Warp *w, const Op *op);                    // the warp's own accesses through the generic proxy
+Agent tensor_agent(Warp *w, const Op *op);                // the same for TMEM; strict checks want tcgen05 fences
+void tensor_fence(Warp *w, int after);                    // tcgen05.fence::before/after_thread_sync
+void tensor_waited(Warp *w, uint32_t kind, uint32_t epoch);       // tcgen05.wait: kind C_TMEM_LD or C_TMEM_ST
 int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x);
 int smem_touch(Cta *cta, uint32_t offset, uint32_t bytes, int write, const Agent *x);     // 0: it faulted
 int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint32_t mask, int write, const Agent *x);

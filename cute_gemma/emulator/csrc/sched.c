@@ -192,7 +192,8 @@ Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
   uint32_t index = op->code - OP_ENGINE_FIRST - 1u;
   if (index >= sizeof EXEC / sizeof *EXEC || !EXEC[index])
     return fault(w, op, FAULT_UNSUPPORTED, "the engine does not implement operation %u", op->code);
-  state(w)->serial++;
+  state(w)->operations++;
+  state(w)->serial[w->current]++;
   if (tracing) trace_now(w);
   return EXEC[index](w, op, mask);
 }

@@ -159,7 +159,7 @@ Status exec_tc_ld(Warp *w, const Op *op, uint32_t mask) {
   TmemAccess t;
   if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.ld", &t)) return ST_FAULT;
   if (w->launch->hazards) {
-    Agent x = agent_of(w, op);
+    Agent x = tensor_agent(w, op);
     x.comp = (uint16_t)warp_comp(w, C_TMEM_LD);
     x.epoch = s->ld.open;
     if (!tmem_touch(w->cta, t.lane / 32, t.column, t.columns, half_mask(&t), 0, &x)) return ST_FAULT;
@@ -185,7 +185,7 @@ Status exec_tc_st(Warp *w, const Op *op, uint32_t mask) {
   TmemAccess t;
   if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.st", &t)) return ST_FAULT;
   if (w->launch->hazards) {
-    Agent x = agent_of(w, op);
+    Agent x = tensor_agent(w, op);
     x.comp = (uint16_t)warp_comp(w, C_TMEM_ST);
     x.epoch = s->st.open;
     if (!tmem_touch(w->cta, t.lane / 32, t.column, t.columns, half_mask(&t), 1, &x)) return ST_FAULT;
@@ -231,13 +231,15 @@ Status exec_tc_wait(Warp *w, const Op *op, uint32_t mask) {
   WarpState *s = state(w);
   Groups *g = op->sub ? &s->st : &s->ld;
   if (!op->sub && tmem_loads_arrive(w) == ST_FAULT) return ST_FAULT;
-  if (w->launch->hazards) clock_g(cluster_of(w), s->clock)[warp_comp(w, op->sub ? C_TMEM_ST : C_TMEM_LD)] = g->open;
+  tensor_waited(w, op->sub ? C_TMEM_ST : C_TMEM_LD, g->open);
   g->open++;
   return ST_NEXT;
 }
 
+// tcgen05.fence. sub 1: ::after_thread_sync, else ::before_thread_sync.
 Status exec_tc_fence(Warp *w, const Op *op, uint32_t mask) {
-  (void)w, (void)op, (void)mask;
+  (void)mask;
+  tensor_fence(w, (int)op->sub);
   return ST_NEXT;
 }
 
@@ -320,6 +322,8 @@ static Status check_mma(Async *a, const Shape *s) {
   x.comp = (uint16_t)pipe_comp(w->cta);
   x.epoch = w->cta->pipe_epoch;
   x.async = x.fifo = 1;
+  Agent t = tensor_agent(w, a->op);
+  t.comp = x.comp, t.epoch = x.epoch, t.async = t.fifo = 1;
   for (uint32_t i = 0; i <= s->pair; i++) {
     Cta *cta = s->pair ? pair_cta(w->cta, i) : w->cta;
     if (!a->mma.a_tmem && !operand_check(cta, &la, s->rows, s->depth, "A", &x)) return ST_FAULT;
@@ -328,9 +332,9 @@ static Status check_mma(Async *a, const Shape *s) {
       uint32_t column = (uint32_t)a->mma.a & 0xffff;
       if (!tmem_check(w, a->op, cta, column, 8, "tcgen05.mma (operand A)")) return ST_FAULT;
       for (uint32_t q = 0; q < 4 && cta->tmem_shadow; q++)
-        if (!tmem_touch(cta, q, column, 8, quarter_mask(s), 0, &x)) return ST_FAULT;
+        if (!tmem_touch(cta, q, column, 8, quarter_mask(s), 0, &t)) return ST_FAULT;
     }
-    if (!check_accumulator(cta, a, s, &x)) return ST_FAULT;
+    if (!check_accumulator(cta, a, s, &t)) return ST_FAULT;
   }
   return ST_NEXT;
 }
