@@ -146,3 +146,34 @@ def test_strong_accesses_do_not_race():
     out = aligned(96, np.uint32)
     run(body, out, block=96, module=MODULE, dynamic_smem=16)
     assert (out == 96).all()
+
+
+# ---------------------------------------------------------------- strict checks
+FENCED = BODY.replace("tcgen05.ld.sync.aligned.32x32b.x32.b32 {%v0,", "tcgen05.fence::after_thread_sync;\ntcgen05.ld.sync.aligned.32x32b.x32.b32 {%v0,")
+FENCED = FENCED.replace("tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::ld.sync.aligned;\ntcgen05.fence::before_thread_sync;")
+
+
+def test_tcgen05_fences_are_advice_of_the_strict_mode_only():
+    c, expected, _ = gemm(256, FENCED, hazards="strict")
+    assert np.array_equal(c, expected)
+    gemm(256, BODY)
+    with pytest.raises(emu.RaceError, match="advice.*tcgen05.fence::after_thread_sync"):
+        gemm(256, without("tcgen05.fence::after_thread_sync;", body=FENCED), hazards="strict")
+    with pytest.raises(emu.RaceError, match="tcgen05.fence::before_thread_sync .advice."):
+        gemm(256, without("tcgen05.fence::before_thread_sync;", body=FENCED), hazards="strict")
+
+
+def test_barrier_initialisation_unknown_to_the_async_proxy_is_advice_of_the_strict_mode_only():
+    body = without("fence.mbarrier_init.release.cluster;", body=FENCED)
+    gemm(256, body)
+    with pytest.raises(emu.ProxyFenceError, match="advice.*fence.mbarrier_init"):
+        gemm(256, body, hazards="strict")
+
+
+# ---------------------------------------------------------------- registers of a CTA
+def test_more_registers_wait_for_what_others_give_up():
+    body = """mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 7; setp.eq.u32 %p1, %r2, 0; @%p1 bra GIVE;
+    setmaxnreg.inc.sync.aligned.u32 232; bra END; GIVE: setmaxnreg.dec.sync.aligned.u32 24; END:"""
+    run(body, aligned(1, np.uint32), block=384)
+    with pytest.raises(emu.DeadlockError, match="setmaxnreg.inc"):
+        run(body.replace("232", "248"), aligned(1, np.uint32), block=384)
