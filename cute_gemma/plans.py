@@ -187,7 +187,8 @@ def attention_plan(
 ) -> Plan:
     """Attention alone: q [B, S, H, D], k and v [B, S, KV, D] to a new [B, S, H, D]."""
     builder = PlanBuilder(target, Workspace(q.device))
-    kernels = _forward_kernels(config, target)
+    kernels = forward_kernels(target)
+    _check_head_dim(config, kernels.attention_head_dims, target)
     out = torch.empty_like(q)
     scan = _add_mask_scan(builder, kernels, mask)
     _add_attention(builder, kernels, config, mask, {"q": q, "k": k, "v": v, "out": out, **scan})
@@ -201,7 +202,8 @@ def forward_plan(
 
     q, k, v and the attention's output lie in the workspace as bfloat16 [B, S, heads, D].
     """
-    kernels = _forward_kernels(config, target)
+    kernels = forward_kernels(target)
+    _check_head_dim(config, kernels.head_dims, target)
     hidden_states = inputs["hidden_states"]
     batch, seq, _ = hidden_states.shape
     workspace = Workspace(hidden_states.device)
@@ -223,12 +225,10 @@ def forward_plan(
     return builder.build(output)
 
 
-def _forward_kernels(config: AttentionConfig, target: str) -> ForwardKernels:
-    kernels = forward_kernels(target)
-    if config.head_dim not in kernels.head_dims:
-        wanted = " or ".join(map(str, kernels.head_dims))
+def _check_head_dim(config: AttentionConfig, supported: tuple[int, ...], target: str) -> None:
+    if config.head_dim not in supported:
+        wanted = " or ".join(map(str, supported))
         raise ValueError(f"head_dim: got {config.head_dim}, want {wanted} on {target}")
-    return kernels
 
 
 def _add_mask_scan(

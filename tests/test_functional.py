@@ -216,9 +216,14 @@ def test_a_wrong_number_is_named(which, number, value, error):
 
 
 def test_a_head_dim_without_kernels_is_named():
-    q = torch.zeros(1, 3, 2, 64, dtype=BF16)
-    with pytest.raises(ValueError, match="^head_dim: got 64, want .*128.* on sm_100a"):
+    q = torch.zeros(1, 3, 2, 96, dtype=BF16)
+    with pytest.raises(ValueError, match="^head_dim: got 96, want 64 or 128 or 256 on sm_100a"):
         cute_gemma.attention(q, q, q)
+    shapes = {"hidden_states": (B, S, C), "cos": (B, S, 64), "sin": (B, S, 64)}
+    shapes |= {"q_norm_weight": (64,), "k_norm_weight": (64,)}
+    narrow = {name: torch.zeros(shape, dtype=BF16) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match="^head_dim: got 64, want 128 or 256 on sm_100a"):
+        call("attention_forward", **narrow, head_dim=64)
 
 
 MASKS = {"attention_forward": "attention_mask", "attention": "mask"}

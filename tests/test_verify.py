@@ -137,13 +137,30 @@ def test_one_mask_serves_a_whole_batch():
         assert torch.equal(cute_gemma.attention(q, k, v, mask=same), shared)
 
 
-def test_heads_come_from_the_weights():
-    config = cute_gemma.AttentionConfig(hidden=264, heads=5, kv_heads=1)
-    inputs = FORWARD.make_inputs("suite", 2, 35, config=config)
+@pytest.mark.parametrize("softcap", [50.0, None])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_heads_come_from_the_weights(head_dim, softcap):
+    config = cute_gemma.AttentionConfig(hidden=264, heads=5, kv_heads=1, head_dim=head_dim, softcap=softcap)
+    inputs = FORWARD.make_inputs("suite", 2, 150, config=config)
     exact = FORWARD.reference(inputs.to(torch.float64), config).output
     eager = FORWARD.reference(inputs, config).output
-    out = cute_gemma.attention_forward(**vars(inputs))
+    out = cute_gemma.attention_forward(**vars(inputs), head_dim=head_dim, softcap=softcap)
     assert relative_error(out, exact) <= 1.25 * relative_error(eager, exact)
+
+
+@pytest.mark.parametrize("softcap", [50.0, None])
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("mask", ["causal", None, "tensor"])
+def test_attention_at_other_head_dims(head_dim, mask, softcap):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        2 * torch.randn(2, 150, heads, head_dim, generator=generator).bfloat16() for heads in (2, 1, 1)
+    )
+    mask = torch.randn(1, 1, 150, 150, generator=generator) if mask == "tensor" else mask
+    config = cute_gemma.AttentionConfig(heads=2, kv_heads=1, head_dim=head_dim, softcap=softcap)
+    wide = mask.double() if torch.is_tensor(mask) else mask
+    exact = reference.attention(q.double(), k.double(), v.double(), wide, config)
+    assert relative_error(cute_gemma.attention(q, k, v, mask=mask, softcap=softcap), exact) <= 0.004
 
 
 def test_the_run_command_prints_every_stage_and_passes(capsys):

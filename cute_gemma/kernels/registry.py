@@ -15,11 +15,12 @@ class ForwardKernels:
     """Builds the kernels of the forward pass, tuned for a configuration and, where they depend on it, M =
     B*S rows.
 
-    head_dims: those that every kernel supports. mask is "causal", "none" or, for a tensor, its dtype
-    ("bf16", "f32").
+    head_dims: of the whole pass; attention_head_dims: of attention alone. mask is "causal", "none" or, for a
+    tensor, its dtype ("bf16", "f32").
     """
 
     head_dims: tuple[int, ...]
+    attention_head_dims: tuple[int, ...]
     qkv_projection: Callable[[AttentionConfig, int], Any]
     mask_scan: Callable[[str], Any]
     attention: Callable[[AttentionConfig, str], Any]
@@ -83,7 +84,9 @@ def _sm100_forward() -> ForwardKernels:
         from .sm100.attention import Attention, MaskedAttention
 
         sizes = (config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap)
-        return Attention(*sizes, mask) if mask in ("causal", "none") else MaskedAttention(*sizes, mask_dtype=mask)
+        if mask in ("causal", "none"):
+            return Attention(*sizes, mask, config.window)
+        return MaskedAttention(*sizes, mask_dtype=mask)
 
     def output_projection(config: AttentionConfig, rows: int) -> Any:
         from .sm100.out_proj import OutputProjection, default_tuning
@@ -91,7 +94,7 @@ def _sm100_forward() -> ForwardKernels:
         sizes = (config.hidden, config.q_width)
         return OutputProjection(*sizes, default_tuning(rows, *sizes))
 
-    return ForwardKernels((128,), qkv_projection, mask_scan, attention, output_projection)
+    return ForwardKernels((128, 256), (64, 128, 256), qkv_projection, mask_scan, attention, output_projection)
 
 
 _FORWARD = {"sm_100a": _sm100_forward}
