@@ -20,7 +20,8 @@ from multiprocessing import get_context
 import torch
 
 from cute_gemma import jit
-from cute_gemma.kernels.sm90 import out_proj, qkv_proj
+from cute_gemma.kernels.sm100.norm_backward import NormBackward, NormBackwardTuning
+from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
 from cute_gemma.kernels.sm90.tuning import GemmTuning
 
 TARGET = "sm_90a"
@@ -59,8 +60,8 @@ class Output:
     def kernel(rows, tuning=None):
         return out_proj.OutputProjection(HIDDEN, HIDDEN, tuning or out_proj.default_tuning(rows, HIDDEN, HIDDEN))
 
-    def arguments(self, kernel):
-        return (self.x, self.weight, self.out, *workspace(kernel))
+    def launches(self, kernel):
+        return [(kernel, (self.x, self.weight, self.out, *workspace(kernel)))]
 
     def results(self):
         return [self.out]
@@ -97,8 +98,9 @@ class QKV:
         tuning = tuning or qkv_proj.default_tuning(rows, HIDDEN, HEADS, KV_HEADS, head_dim)
         return qkv_proj.QKVProjection(HIDDEN, HEADS, KV_HEADS, head_dim, EPS, tuning=tuning)
 
-    def arguments(self, kernel):
-        return (self.x, *self.weights, self.cos, self.sin, *self.outs, *self.norms, *workspace(kernel))
+    def launches(self, kernel):
+        arguments = (self.x, *self.weights, self.cos, self.sin, *self.outs, *self.norms, *workspace(kernel))
+        return [(kernel, arguments)]
 
     def results(self):
         return self.outs
@@ -120,24 +122,105 @@ class QKV:
     bytes = property(lambda self: 2 * (self.rows * HIDDEN + self.weight.numel() + self.product.numel()))
 
 
-def run(kernel, problem):
-    jit.launch(kernel, *problem.arguments(kernel), target=TARGET)
+@dataclasses.dataclass
+class Backward:
+    """One problem of the QKV backward, of (B, S) rows: both launches, or only that of the products."""
+
+    size: tuple
+    products_only: bool = False
+
+    HIDDEN, HEADS, KV_HEADS, D = 640, 4, 1, 256
+
+    def __post_init__(self):
+        b, s, d = *self.size, self.D
+        heads = (self.HEADS, self.KV_HEADS, self.KV_HEADS)
+        self.incoming = [draw(b, h, s, d) for h in heads]
+        self.normed = [draw(b, h, s, d) for h in heads[:2]]
+        self.rstd = [torch.rand(b * h * s, device="cuda") + 0.5 for h in heads[:2]]
+        self.norms = [draw(d, scale=0.3) for _ in range(2)]
+        self.hidden = draw(b, s, self.HIDDEN)
+        self.weights = [draw(h * d, self.HIDDEN, scale=self.HIDDEN**-0.5) for h in heads]
+        self.grads = [torch.empty_like(t) for t in self.incoming[:2]]
+        self.partials = torch.empty(NORM.ctas, d, device="cuda")
+        self.outs = [torch.empty_like(t) for t in (self.hidden, *self.weights)]
+        self.outs += [torch.empty(d, device="cuda") for _ in range(2)]
+        rows, columns = b * s, sum(heads) * d
+        self.side_by_side = draw(rows, columns)
+        self.products = self.hidden.new_empty(rows, self.HIDDEN), self.hidden.new_empty(columns, self.HIDDEN)
+        self.weight = torch.cat(self.weights)
+
+    @classmethod
+    def kernel(cls, size, tuning=None):
+        tuning = tuning or qkv_grads.default_tuning(*size, cls.HIDDEN, cls.HEADS + 2 * cls.KV_HEADS, cls.D)
+        return qkv_grads.QkvGradients(cls.HIDDEN, cls.HEADS, cls.KV_HEADS, cls.D, tuning, NORM)
+
+    def launches(self, kernel):
+        d = self.D
+        sides = [
+            (self.incoming[i].view(-1, d), self.normed[i].view(-1, d), self.rstd[i], self.norms[i],
+             self.grads[i].view(-1, d))
+            for i in range(2)
+        ]  # fmt: skip
+        products = (
+            *self.grads, self.incoming[2], self.hidden, *self.weights, self.partials, *self.outs, *workspace(kernel))
+        first = [] if self.products_only else [(NormBackward(d, NORM), (*sides[0], *sides[1], self.partials))]
+        return [*first, (kernel, products)]
+
+    def results(self):
+        return self.outs
+
+    def exact(self):
+        d, rows, norm_grads = self.D, [], []
+        for i in range(2):
+            grad, normed = self.incoming[i].double(), self.normed[i].double()
+            g = (grad * (1 + self.norms[i].double())).bfloat16().double()
+            centred = g - (g * normed).mean(-1, keepdim=True) * normed
+            rows.append(self.rstd[i].double().view(*grad.shape[:3], 1) * centred)
+            norm_grads.append((grad * normed).sum((0, 1, 2)))
+        rows.append(self.incoming[2].double())
+        rows = [t.transpose(1, 2).flatten(0, 1).flatten(1) for t in rows]
+        hidden = self.hidden.double().flatten(0, 1)
+        grad_hidden = sum(t @ w.double() for t, w in zip(rows, self.weights))
+        return [grad_hidden.view_as(self.hidden), *(t.T @ hidden for t in rows), *norm_grads]
+
+    def library(self):
+        """Only the two products."""
+        torch.mm(self.side_by_side, self.weight, out=self.products[0])
+        torch.mm(self.side_by_side.T, self.hidden.flatten(0, 1), out=self.products[1])
+
+    rows = property(lambda self: self.size[0] * self.size[1])
+    flops = property(lambda self: 4 * self.rows * self.weight.numel())
+    bytes = property(lambda self: 2 * (self.rows * (2 * 640 + 10 * 256) + 2 * self.weight.numel()))
+
+
+NORM = NormBackwardTuning(ctas=132)
+
+
+def Products(size):
+    return Backward(size, products_only=True)
+
+
+Products.kernel = Backward.kernel
+
+
+def launch(launches):
+    for kernel, arguments in launches:
+        jit.launch(kernel, *arguments, target=TARGET)
 
 
 def check(kernel, problem, name):
-    """Whether a launch is right, and two more have the same bits."""
-    run(kernel, problem)
-    exact = problem.exact()
-    errors = [((o.double() - e).norm() / e.norm()).item() for o, e in zip(problem.results(), exact)]
-    worst = [((o.double() - e).abs().max() / e.abs().max()).item() for o, e in zip(problem.results(), exact)]
-    first = [o.clone() for o in problem.results()]
-    arguments = problem.arguments(kernel)
-    same = True
-    for _ in range(3):
+    """Whether a launch is right, and more have the same bits."""
+    launches = problem.launches(kernel)
+    results = []
+    for _ in range(4):
         for out in problem.results():
             out.fill_(float("nan"))
-        jit.launch(kernel, *arguments, target=TARGET)
-        same &= all(torch.equal(a, b) for a, b in zip(first, problem.results()))
+        launch(launches)
+        results.append([o.clone() for o in problem.results()])
+    exact = problem.exact()
+    errors = [((o.double() - e).norm() / e.norm()).item() for o, e in zip(results[0], exact)]
+    worst = [((o.double() - e).abs().max() / e.abs().max()).item() for o, e in zip(results[0], exact)]
+    same = all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
     good = same and max(errors) < 0.005 and max(worst) < 0.03
     print(f"{'ok  ' if good else 'FAIL'} {name:40} errors {' '.join(f'{e:.5f}' for e in errors)}"
           f"{'' if same else ' NOT REPEATABLE'}", flush=True)  # fmt: skip
@@ -180,42 +263,61 @@ def compare(kind, rows, tunings, rounds=15):
     functions = {"library": (library, count)}
     for tuning in (None, *tunings):
         kernel = kind.kernel(rows, tuning)
-        arguments = [problem.arguments(kernel) for problem in problems]
+        launches = [problem.launches(kernel) for problem in problems]
 
-        def ours(kernel=kernel, arguments=arguments):
+        def ours(launches=launches):
             for index in range(count):
-                jit.launch(kernel, *arguments[index % sets], target=TARGET)
+                launch(launches[index % sets])
 
         functions[("default " if tuning is None else "") + describe(kernel.tuning)] = (ours, count)
     times = time_all(functions, rounds)
     for name, us in times.items():
-        print(f"{kind.__name__:7} M={rows:5} {name:28} {us:8.2f} us  x library {us / times['library']:.3f} "
+        print(f"{kind.__name__:8} {str(rows):>10} {name:28} {us:8.2f} us  x library {us / times['library']:.3f} "
               f"{problems[0].flops / us / 1e6:7.1f} TFLOP/s {problems[0].bytes / us / 1e6:6.2f} TB/s", flush=True)  # fmt: skip
     return {"kind": kind.__name__, "rows": rows, "us": times}
 
 
 def describe(tuning):
     marks = f"{' c2' if tuning.cluster_m == 2 else ''}{' sk' if tuning.stream_k else ''}"
+    marks += f" share{tuning.share}" if tuning.share > 1 else ""
     return f"{tuning.tile_m}x{tuning.tile_n}{marks} g{tuning.group_m}" + (f" s{tuning.stages}" if tuning.stages else "")
 
 
 T = GemmTuning
 CHECKS = [
-    (Output, 1, T(128, 128)), (Output, 131, T(128, 64)), (Output, 586, T(128, 256)), (Output, 1000, T(256, 128)),
-    (Output, 300, T(128, 256, cluster_m=2)), (Output, 300, T(256, 128, cluster_m=2)),
+    (Output, 131, T(128, 64)), (Output, 1000, T(256, 128)),
+    (Output, 300, T(128, 256, cluster_m=2)), (Output, 128, T(128, 64, share=2)), 
+    (Output, 2048, T(128, 256, share=2)), (Output, 1024, T(128, 192)),
     (Output, 128, T(128, 128, stream_k=True)), (Output, 586, T(128, 256, stream_k=True)),
     (Output, 1000, T(128, 256, cluster_m=2, stream_k=True)), (Output, 4000, None),
-    (QKV, 1, T(128, 128)), (QKV, 586, T(128, 256)), (QKV, 300, T(128, 256, cluster_m=2)),
+    (QKV, 1, T(128, 128)), (QKV, 300, T(128, 256, cluster_m=2)), (QKV, 128, T(128, 128, share=2)),
+    (QKV, 2048, T(128, 256, share=2)), (QKV, 1024, T(128, 128, share=2)),
     (QKV, 128, T(128, 128, stream_k=True)), (QKV, 586, T(128, 256, stream_k=True)), (QKV, 3557, None),
+    (Backward, (1, 131), None), (Backward, (4, 373), None), (Backward, (1, 4096), None), (Backward, (64, 128), None),
+    (Backward, (2, 128), T(128, 128, stream_k=True)), (Backward, (3, 613), T(256, 128, cluster_m=2)),
+    (Backward, (3, 613), T(256, 128, stream_k=True)), (Backward, (16, 541), T(128, 256, cluster_m=2, stream_k=True)),
 ]  # fmt: skip
+S = {"stream_k": True}
 TIMES = [
-    (Output, 8192, [T(128, 256), T(128, 256, cluster_m=2), T(256, 128), T(256, 128, cluster_m=2),
-                    T(128, 256, cluster_m=2, group_m=4), T(128, 256, cluster_m=2, group_m=16)]),
-    (QKV, 8192, [T(128, 256), T(128, 256, cluster_m=2), T(128, 256, cluster_m=2, group_m=4)]),
-    (QKV, 586, [T(128, 256), T(128, 256, stream_k=True), T(128, 128, stream_k=True), T(128, 256, stream_k=True, cluster_m=2)]),
-    (Output, 586, [T(128, 128), T(128, 256, stream_k=True), T(128, 128, stream_k=True)]),
-    (QKV, 128, [T(128, 128), T(128, 128, stream_k=True), T(128, 256, stream_k=True)]),
-    (Output, 128, [T(128, 64), T(128, 64, stream_k=True), T(128, 128, stream_k=True)]),
+    (QKV, 8192, [T(128, 256, cluster_m=2)]),
+    (QKV, 3557, [T(128, 256, cluster_m=2), T(128, 256, share=2)]),
+    (QKV, 2048, [T(128, 256, share=2), T(128, 256, cluster_m=2, **S), T(128, 128)]),
+    (QKV, 1024, [T(128, 256, share=2), T(128, 128, share=2), T(128, 256, cluster_m=2, **S)]),
+    (QKV, 586, [T(128, 256), T(128, 256, **S), T(128, 128)]),
+    (QKV, 512, [T(128, 256), T(128, 256, **S), T(128, 128)]),
+    (QKV, 128, [T(128, 128, **S), T(128, 128, share=2)]),
+    (Output, 2048, [T(128, 256, cluster_m=2), T(128, 192), T(256, 128, cluster_m=2)]),
+    (Output, 1024, [T(128, 192), T(128, 256), T(128, 128, share=2)]),
+    (Output, 586, [T(128, 128), T(128, 128, **S), T(128, 128, cluster_m=2)]),
+    (Output, 512, [T(128, 128), T(128, 64)]),
+    (Output, 128, [T(128, 64), T(128, 64, share=2)]),
+    (Products, (1, 8192), [T(128, 128), T(128, 128, **S), T(256, 128, cluster_m=2, **S), T(256, 128, **S)]),
+    (Products, (1, 4096), [T(128, 128), T(128, 128, **S), T(128, 128, cluster_m=2), T(256, 128, **S)]),
+    (Products, (1, 2048), [T(128, 128), T(128, 128, **S)]),
+    (Products, (1, 1024), [T(128, 128), T(128, 128, **S)]),
+    (Products, (1, 131), [T(128, 128, **S), T(128, 64, **S)]),
+    *((Backward, size, [T(128, 128)]) for size in ((1, 8192), (16, 541), (1, 4096), (8, 256), (1, 1024), (4, 128))),
+    *((Backward, size, []) for size in ((2, 128), (1, 131))),
 ]  # fmt: skip
 
 
@@ -223,7 +325,8 @@ def compile_all():
     """Every kernel of the tables, several at a time, into the cache on disk."""
     kernels = {kind.kernel(rows, tuning) for kind, rows, tuning in CHECKS}
     kernels |= {kind.kernel(rows, tuning) for kind, rows, tunings in TIMES for tuning in (None, *tunings)}
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+    kernels.add(NormBackward(Backward.D, NORM))
+    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
         list(pool.map(_compile, kernels))
 
 

@@ -11,6 +11,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 
 from cute_gemma.jit.signature import TensorArg
+from cute_gemma.kernels.common.schedule import TileSchedule, plan
 
 WARP = 32
 SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, "Compute capabilities", 9.0 and 10.0
@@ -67,6 +68,10 @@ class GemmBase:
             TensorArg("partials", "f32", (self.tuning.partial_floats,)),
             TensorArg("counters", "i32", (self.tuning.counters,)),
         )
+
+    def schedule(self, sections: tuple) -> TileSchedule:
+        """Who computes what of the sections' tiles."""
+        return plan(sections, self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
 
     @cute.jit
     def produce(self, stages, loads, schedule, worker):

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.gemm import BLOCK_K, Workspace
-from cute_gemma.kernels.common.schedule import Section, plan
+from cute_gemma.kernels.common.schedule import Section
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ class OutputProjectionBase:
             cute.ceil_div(self.hidden, self.tuning.tile_n),
             cute.ceil_div(self.features, BLOCK_K),
         )
-        schedule = plan((section,), self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
         workspace = Workspace(*rest[:2]) if cutlass.const_expr(self.tuning.stream_k) else None
-        self.launch(tma, schedule, workspace, rest[-1])
+        self.launch(tma, self.schedule((section,)), workspace, rest[-1])
 
     def loads(self, tma, operands, rank) -> OutputLoads:
         return OutputLoads(

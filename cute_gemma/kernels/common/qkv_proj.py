@@ -26,7 +26,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.gemm import BLOCK_K, Workspace
-from cute_gemma.kernels.common.schedule import Section, plan, select
+from cute_gemma.kernels.common.schedule import Section, select
 
 Q, K, V = 0, 1, 2
 
@@ -186,8 +186,7 @@ class QKVProjectionBase:
             Int32(q_tiles + 2 * kv_tiles),
             Int32(cute.ceil_div(self.hidden, BLOCK_K)),
         )
-        schedule = plan((section,), self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
-        self.launch(tma, schedule, workspace, rest[-1])
+        self.launch(tma, self.schedule((section,)), workspace, rest[-1])
 
     def table(self, tensor):
         """cos or sin as the epilogue reads it."""

@@ -14,7 +14,8 @@ Three warpgroups a CTA, each role a method below or of kernels/common/gemm.py, i
 Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
 a workspace: every consumer warp writes its part of the piece, then counts itself in; the one that completes the count
 adds all pieces in K order and goes on as if the tile had been whole. Nobody waits. The count is left at zero, so the
-workspace needs zeroing once, when it is allocated.
+workspace needs zeroing once, when it is allocated. A tile shared by the CTAs of a cluster is added up through their
+shared memory (cluster_sum.py).
 
 To make a GEMM, subclass `PersistentGemm` and give it
     `operand_majors`            which mode of A and B is contiguous, for each kind of tile (one kind or several)
@@ -32,7 +33,7 @@ which a consumer thread's accumulators take tile_m * tile_n / 256.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cutlass
@@ -57,7 +58,9 @@ from cute_gemma.kernels.common.gemm import (
     Workspace,
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
+from cute_gemma.kernels.common.shared_rounds import plan_shared
 from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes, box_layout, box_tma
+from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, ClusterSum
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, GemmTuning
 
 WARPGROUP = 128
@@ -100,6 +103,11 @@ def major_layout(major: str):
     return LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR
 
 
+def dynamic(unit: Unit) -> Unit:
+    """The unit with every number in a register, so that it can be carried through a loop."""
+    return Unit(*(Int32(getattr(unit, field.name)) for field in fields(unit)))
+
+
 class PersistentGemm(GemmBase):
     """Base of the GEMM kernels; see the module's text for what a subclass provides.
 
@@ -122,6 +130,10 @@ class PersistentGemm(GemmBase):
         wanted = self.tuning.stages or fitting
         if wanted > fitting:
             raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
+        share = self.tuning.share
+        parts = share * -(-CONSUMER_WARPS // share) * self.words * WARP * 4
+        if share > 1 and parts > wanted * self.tuning.stage_bytes:
+            raise ValueError(f"stages: {wanted}, but parts of shared tiles take {parts} bytes of them")
         return wanted
 
     @property
@@ -174,15 +186,21 @@ class PersistentGemm(GemmBase):
         """Store descriptor for a row-major (M, N) output, box by box."""
         return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor))
 
+    def schedule(self, sections: tuple) -> TileSchedule:
+        tuning = self.tuning
+        if tuning.share == 1:
+            return super().schedule(sections)
+        return plan_shared(sections, tuning.clusters, tuning.share, tuning.group_m)
+
     def cluster_layout(self):
         """(V, M, N, K) layout of the CTAs of a cluster."""
-        return cute.make_layout((1, self.tuning.cluster_m, 1, 1))
+        return cute.make_layout((1, self.tuning.cluster, 1, 1))
 
     def launch(self, tma: Any, schedule: TileSchedule, workspace: Workspace | None, stream) -> None:
         """Launch on `stream`; `tma` is whatever `loads` and `epilogue` of the subclass read on the device."""
         ctas = self.tuning.cluster
         self.kernel(self.tiled_mmas(), tma, schedule, workspace).launch(
-            grid=(schedule.workers * ctas, 1, 1),
+            grid=(schedule.workers * self.tuning.cluster_m, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(ctas, 1, 1),
             stream=stream,
@@ -197,14 +215,19 @@ class PersistentGemm(GemmBase):
         """Set up barriers and shared memory, then send every warp to its role."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        worker = cute.arch.block_idx()[0] // self.tuning.cluster
+        worker = cute.arch.block_idx()[0] // self.tuning.cluster_m
 
         @cute.struct
         class Storage:
             stage_barriers: cute.struct.MemRange[Int64, self.stage_count * 2]
+            sum_barriers: cute.struct.MemRange[Int64, BARRIERS]
 
         smem = SmemAllocator()
-        stages = self.make_stages(smem.allocate(Storage).stage_barriers.data_ptr())
+        storage = smem.allocate(Storage)
+        stages = self.make_stages(storage.stage_barriers.data_ptr())
+        if cutlass.const_expr(self.tuning.share > 1):
+            if warp == 0:
+                self.cluster_sum(None, storage.sum_barriers.data_ptr(), rank, warp).initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster_layout(), is_relaxed=True)
 
         scratch = self.make_scratch(smem)
@@ -226,12 +249,17 @@ class PersistentGemm(GemmBase):
             boxes = WarpBoxes(box_memory, (warp - FIRST_CONSUMER) * self.boxes, self.boxes)
             self.prepare_epilogue(tma, scratch)
             cute.arch.griddepcontrol_wait()
-            self.consume((stages, mmas, operands), (tma, scratch, boxes), workspace, (schedule, worker, rank))
+            adder = workspace
+            if cutlass.const_expr(self.tuning.share > 1):
+                address = cute.recast_ptr(a_shared.iterator, dtype=Int32).toint()
+                memory = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
+                adder = self.cluster_sum(memory, storage.sum_barriers.data_ptr(), rank, warp - FIRST_CONSUMER)
+            self.consume((stages, mmas, operands), (tma, scratch, boxes), adder, (schedule, worker, rank))
             boxes.finish()
 
     def make_stages(self, barriers):
         """Barriers: a stage is full when its bytes have landed and empty when every warp that reads it is done."""
-        return pipeline.PipelineTmaAsync.create(
+        stages = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stage_count,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
@@ -240,6 +268,12 @@ class PersistentGemm(GemmBase):
             cta_layout_vmnk=self.cluster_layout(),
             defer_sync=True,
         )
+        if self.tuning.share > 1:  # nobody else fills this CTA's stages, whatever the size of the cluster
+            stages = replace(stages, consumer_mask=None, is_signaling_thread=cute.arch.lane_idx() == 0)
+        return stages
+
+    def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
+        return ClusterSum(memory, barriers, rank, warp, self.tuning.share, self.words)
 
     def stage_views(self, a_shared, b_shared) -> tuple:
         """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major modes."""
@@ -254,7 +288,7 @@ class PersistentGemm(GemmBase):
 
     def row_tile(self, unit: Unit, rank):
         """Number of A's tile that a CTA of a cluster multiplies in a unit."""
-        return unit.m * self.tuning.cluster_m + rank
+        return unit.m * self.tuning.cluster_m + rank % self.tuning.cluster_m
 
     def partition_a(self, tma: TmaTensor, shared, rank) -> TmaPartition:
         """A's tiles, indexed (tile_m, k block, ...)."""
@@ -264,7 +298,7 @@ class PersistentGemm(GemmBase):
         """B's tiles, indexed (tile_n, k block, ...). Each CTA of a cluster fetches its part for all of them."""
         sharers = self.tuning.cluster_m
         mask = None if sharers == 1 else Int16((1 << sharers) - 1)
-        return self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank, sharers, mask))
+        return self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank % sharers, sharers, mask))
 
     @staticmethod
     def _partition(tma: TmaTensor, shared, tiler, sharers=(0, 1, None)) -> TmaPartition:
@@ -303,29 +337,35 @@ class PersistentGemm(GemmBase):
         stages, mmas, operands = source
         schedule, worker, rank = place
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_CONSUMER
-        row = rank * self.tuning.tile_m + warp * BOX_ROWS
+        row = rank % self.tuning.cluster_m * self.tuning.tile_m + warp * BOX_ROWS
         fragments = self.fragments(mmas, operands, warp // 4)
         accumulator = cute.make_rmem_tensor(mmas[0].partition_shape_C(self.mma_tiler[:2]), Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stage_count)
+        unit = dynamic(schedule.unit(worker, Int32(0)))
         for index in cutlass.range(schedule.unit_count(worker), unroll=1):
-            unit = schedule.unit(worker, index)
-            blocks = unit.k_end - unit.k_begin
+            queue = stages, state, unit.k_end - unit.k_begin
+            ahead = schedule, worker, index + 1
             if cutlass.const_expr(len(mmas) == 1):
-                state = self.multiply(mmas[0], fragments[0], accumulator, (stages, state, blocks))
+                state, following = self.multiply(mmas[0], fragments[0], accumulator, queue, ahead)
             else:
+                following = unit
                 if self.mma_kind(unit) == 0:
-                    state = self.multiply(mmas[0], fragments[0], accumulator, (stages, state, blocks))
+                    state, following = self.multiply(mmas[0], fragments[0], accumulator, queue, ahead)
                 else:
-                    state = self.multiply(mmas[1], fragments[1], accumulator, (stages, state, blocks))
+                    state, following = self.multiply(mmas[1], fragments[1], accumulator, queue, ahead)
             complete = cutlass.Boolean(True)
             if cutlass.const_expr(self.tuning.stream_k):
                 if unit.pieces > 1:
                     number = rank * CONSUMER_WARPS + warp
                     pieces = Pieces(schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words)
                     complete = self.add_pieces(accumulator, pieces)
+            if cutlass.const_expr(self.tuning.share > 1):
+                if unit.pieces > 1:
+                    complete = workspace.add(accumulator)
             if complete:
                 for strip in cutlass.range_constexpr(self.tuning.tile_m // 128):
                     self.epilogue(self.strip(accumulator, strip, row), unit, io)
+            unit = following
 
     def fragments(self, mmas, operands, group) -> list:
         """For each kind of tile the shared-memory descriptors of a warpgroup's A and B, (MMA, MMA_MN, MMA_K, STAGE)."""
@@ -336,14 +376,19 @@ class PersistentGemm(GemmBase):
         return descriptors
 
     @cute.jit
-    def multiply(self, mma, fragments, accumulator, queue):
-        """Sum of a unit's k blocks, at least one. A stage is released when the block after it is under way."""
+    def multiply(self, mma, fragments, accumulator, queue, ahead):
+        """Sum of a unit's k blocks, at least one. A stage is released when the block after it is under way.
+
+        Returns the queue's state and the unit after: where it is takes some hundred cycles, spent during the first block.
+        """
         stages, state, blocks = queue
-        release = state.clone()
+        schedule, worker, index = ahead
+        state, release = state.clone(), state.clone()
         warpgroup.fence()
         stages.consumer_wait(state)
         self.multiply_stage(mma, fragments, accumulator, state.index, False)
         state.advance()
+        following = dynamic(schedule.unit(worker, index))
         for _ in cutlass.range(blocks - 1, unroll=1):
             stages.consumer_wait(state)
             self.multiply_stage(mma, fragments, accumulator, state.index, True)
@@ -353,7 +398,7 @@ class PersistentGemm(GemmBase):
             state.advance()
         warpgroup.wait_group(0)
         stages.consumer_release(release)
-        return state
+        return state, following
 
     def multiply_stage(self, mma, fragments, accumulator, stage, accumulate: bool) -> None:
         """Issue one k block as one group. The atom is fresh: setting its field rebinds it in this scope."""
@@ -380,13 +425,14 @@ class PersistentGemm(GemmBase):
     def add_pieces(self, accumulator, pieces):
         """Deliver this warp's part of a piece; True for the warp that completes the tile, with the sum in its place.
 
-        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing. Who finds that all
-        others have delivered keeps its own piece where it is if it is the first or the second: x + y = y + x.
+        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing. The first piece is
+        the last of its worker's share: the others are often there already, and it need not be written. The first and the
+        second stay where they are for adding the others: x + y = y + x.
         """
         values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))
         own = pieces.worker - pieces.unit.first_worker
         complete = cutlass.Boolean(False)
-        if own < 2:
+        if own == 0:
             complete = pieces.all_others_delivered()
         begin, end = Int32(0), Int32(0)
         if complete:

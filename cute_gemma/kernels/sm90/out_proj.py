@@ -9,8 +9,7 @@ from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm
 from cute_gemma.kernels.sm90.tuning import SM_COUNT, GemmTuning, choose_tuning
 
-# (tile_m, tile_n, cluster_m) of the tunings to choose from.
-_SHAPES = ((128, 64, 1), (128, 128, 1), (128, 128, 2), (128, 256, 1), (128, 256, 2), (256, 128, 1), (256, 128, 2))
+_SHAPES = ((128, 256), (128, 192), (128, 128), (128, 64))  # (tile_m, tile_n) to choose from
 
 
 def default_tuning(rows: int, hidden: int, features: int, sm_count: int = SM_COUNT) -> GemmTuning:
@@ -25,6 +24,11 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     hidden: int
     features: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
+
+    @property
+    def boxes(self) -> int:
+        """A whole strip where stages leave room."""
+        return 4 if self.tuning.stage_bytes <= 32768 else 2
 
     def epilogue(self, strip, unit, io):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS

@@ -11,16 +11,21 @@ from math import ceil
 
 from cute_gemma.kernels.common.gemm import BLOCK_K
 from cute_gemma.kernels.common.schedule import split_plan
+from cute_gemma.kernels.common.shared_rounds import shared_tiles
 
 SM_COUNT = 132  # of an H100 or H200 SXM
+CLUSTER_SIZES = (1, 2)  # clusters of more CTAs leave SMs idle, since none crosses a GPC
 CONSUMER_WARPS = 8  # two warpgroups
 MMA_COLUMNS = 256  # largest N of a wgmma (PTX ISA, wgmma.mma_async)
 FLOPS_PER_CYCLE = 4096  # dense bf16, an SM (H100 white paper)
-SMEM_BYTES_PER_CYCLE = 128  # of an SM's shared memory
-L2_BYTES_PER_CYCLE = 40  # into an SM while all of them read, about 9 TB/s
-EPILOGUE_CYCLES = 8  # a tile column, as instructions of one warp
-EXCHANGE_CYCLES = 3000  # writing out a piece, the counter, reading back: latency alone
-START_CYCLES = 2500  # filling the pipeline and leaving it
+# Measured on an H200, in cycles of about 1.55 GHz, which its power allows under these kernels.
+L2_BYTES_PER_CYCLE = 90  # into an SM while all of them read
+NARROW = 1.06  # what tiles of up to 128 x 128 take longer for the same work: more operand bytes for it
+EPILOGUE_CYCLES = 12  # a tile column, during which nothing is multiplied
+SHARE_CYCLES = 6000  # adding up through shared memory
+EXCHANGE_CYCLES = 4000  # adding up through memory: latency
+EXCHANGE_CYCLES_PER_ELEMENT = 0.6  # and what it takes for each element of the tile
+START_CYCLES = 5500  # filling the pipeline and leaving it
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class GemmTuning:
     tile_n: columns of a tile, a multiple of 64; tile_m * tile_n may not pass 128 * 256.
     stages: shared-memory stages (None: as many as fit). stream_k: split tiles over K where whole tiles would leave
     workers idle. group_m: unit rows walked together. sm_count: CTAs resident at once.
+    share: CTAs of a cluster that share the tiles of a last round that is not full (kernels/common/shared_rounds.py).
+    Of cluster_m, share and stream_k only one.
     """
 
     tile_m: int = 128
@@ -41,6 +48,7 @@ class GemmTuning:
     group_m: int = 8
     sm_count: int = SM_COUNT
     cluster_m: int = 1
+    share: int = 1
 
     def __post_init__(self) -> None:
         if self.tile_m not in (128, 256):
@@ -49,10 +57,14 @@ class GemmTuning:
         widest = min(MMA_COLUMNS, 128 * 256 // self.tile_m)
         if self.tile_n % 64 or not 64 <= self.tile_n <= widest:
             raise ValueError(f"tile_n: {self.tile_n}, expected a multiple of 64 from 64 to {widest}")
-        if self.cluster_m not in (1, 2):
+        if self.cluster_m not in CLUSTER_SIZES:
             raise ValueError(f"cluster_m: {self.cluster_m}, expected 1 or 2")
-        if self.sm_count < self.cluster_m:
-            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.cluster_m} CTAs of one cluster")
+        if self.share not in CLUSTER_SIZES:
+            raise ValueError(f"share: {self.share}, expected 1 or 2")
+        if self.share > 1 and (self.cluster_m > 1 or self.stream_k):
+            raise ValueError(f"share: {self.share}, expected 1 with cluster_m > 1 or stream_k")
+        if self.sm_count < self.cluster:
+            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.cluster} CTAs of one cluster")
         if self.group_m < 1:
             raise ValueError(f"group_m: {self.group_m}, expected at least 1")
         if self.stages is not None and self.stages < 2:
@@ -60,8 +72,13 @@ class GemmTuning:
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster, which is a worker."""
-        return self.cluster_m
+        """CTAs of a cluster."""
+        return self.cluster_m * self.share
+
+    @property
+    def clusters(self) -> int:
+        """Clusters resident at once."""
+        return self.sm_count // self.cluster
 
     @property
     def unit_rows(self) -> int:
@@ -75,7 +92,7 @@ class GemmTuning:
 
     @property
     def workers(self) -> int:
-        """Most units in work at once."""
+        """Most units in work at once: each takes cluster_m CTAs."""
         return self.sm_count // self.cluster_m
 
     @property
@@ -95,50 +112,59 @@ class GemmTuning:
 
 
 def choose_tuning(
-    rows: int, columns: tuple[int, ...], inner: int, shapes: tuple[tuple[int, int, int], ...], sm_count: int = SM_COUNT
+    rows: int,
+    columns: tuple[int, ...],
+    inner: int,
+    shapes: tuple[tuple[int, int], ...],
+    sm_count: int = SM_COUNT,
+    epilogue: float = EPILOGUE_CYCLES,
 ) -> GemmTuning:
     """The candidate with the lowest count for `rows` x sum(columns) outputs of `inner` products each.
 
-    columns: widths of the matrices side by side, each cut into tiles of its own. shapes: (tile_m, tile_n, cluster_m).
+    columns: widths of the matrices side by side, each cut into tiles of its own. shapes: (tile_m, tile_n) to choose
+    from. epilogue: its cycles a tile column.
     """
-    candidates = [
-        GemmTuning(tile_m, tile_n, stream_k=stream_k, sm_count=sm_count, cluster_m=cluster_m)
-        for tile_m, tile_n, cluster_m in shapes
-        for stream_k in (False, True)
-        if cluster_m <= sm_count
-    ]
-    return min(candidates, key=lambda tuning: gemm_cycles(tuning, rows, columns, inner))
+    return min(candidates(shapes, inner, sm_count), key=lambda t: gemm_cycles(t, rows, columns, inner, epilogue))
 
 
-def gemm_cycles(tuning: GemmTuning, rows: int, columns: tuple[int, ...], inner: int) -> float:
-    """Cycles of a GEMM on warm caches; see the module's text for what that is worth."""
+def candidates(shapes: tuple[tuple[int, int], ...], inner: int, sm_count: int) -> list[GemmTuning]:
+    """Every tuning with these tile shapes, the simplest first."""
+    ways: list[dict] = [{}]
+    if sm_count >= 2:
+        ways += [{"share": 2}] if inner > BLOCK_K else []
+        ways += [{"cluster_m": 2}, {"cluster_m": 2, "stream_k": True}]
+    ways.append({"stream_k": True})
+    return [GemmTuning(m, n, sm_count=sm_count, **way) for way in ways for m, n in shapes]
+
+
+def gemm_cycles(
+    tuning: GemmTuning, rows: int, columns: tuple[int, ...], inner: int, epilogue: float = EPILOGUE_CYCLES
+) -> float:
+    """Cycles of a GEMM; see the module's text for what that is worth."""
     tiles = ceil(rows / tuning.unit_rows) * sum(ceil(width / tuning.tile_n) for width in columns)
     blocks, workers = ceil(inner / BLOCK_K), tuning.workers
     block = block_cycles(tuning)
-    epilogue = EPILOGUE_CYCLES * tuning.tile_n
+    whole = blocks * block + epilogue * tuning.tile_n
+    if tuning.share > 1:
+        shared = shared_tiles(tiles, tuning.clusters, tuning.share)
+        rounds = ceil((tiles - shared) / (tuning.clusters * tuning.share))
+        last = ceil(blocks / tuning.share) * block + SHARE_CYCLES + epilogue * tuning.tile_n
+        return START_CYCLES + rounds * whole + (last if shared else 0)
     if not tuning.stream_k or tiles % workers == 0:
-        return START_CYCLES + ceil(tiles / workers) * (blocks * block + epilogue / 2) + epilogue
+        return START_CYCLES + ceil(tiles / workers) * whole
     split, split_blocks, busy = split_plan(tiles, lambda count: count * blocks, workers)
-    share = split_blocks / busy
-    rounds = (tiles - split) // workers
-    pieces = ceil(blocks / share) + (0 if busy % split == 0 else 1)
-    exchange = exchange_cycles(tuning, pieces)
-    return START_CYCLES + share * block + rounds * (blocks * block + epilogue / 2) + exchange + epilogue
+    last = split_blocks / busy * block + exchange_cycles(tuning) + epilogue * tuning.tile_n
+    return START_CYCLES + (tiles - split) // workers * whole + last
 
 
-def exchange_cycles(tuning: GemmTuning, pieces: int) -> float:
-    """Cycles of adding up a tile of so many pieces: one is written, the others are read."""
-    return EXCHANGE_CYCLES + pieces * tuning.tile_m * tuning.tile_n * 4 / L2_BYTES_PER_CYCLE
+def exchange_cycles(tuning: GemmTuning) -> float:
+    """Cycles of adding up a tile that stream-K has split."""
+    return EXCHANGE_CYCLES + EXCHANGE_CYCLES_PER_ELEMENT * tuning.tile_m * tuning.tile_n
 
 
 def block_cycles(tuning: GemmTuning) -> float:
-    """Cycles of one k block of a tile: of the tensor cores, of shared memory (operands written once and read by every
-    wgmma), or of the operands' way from L2, whichever is longest."""
-    m, n = tuning.tile_m, tuning.tile_n
-    read = m // 64 * (64 + n)
-    fetched = m + n // tuning.cluster_m
-    return max(
-        2 * m * n * BLOCK_K / FLOPS_PER_CYCLE,
-        (read + m + n) * BLOCK_K * 2 / SMEM_BYTES_PER_CYCLE,
-        fetched * BLOCK_K * 2 / L2_BYTES_PER_CYCLE,
-    )
+    """Cycles of one k block of a tile: the tensor cores' or the operands' way from L2, whichever is longer."""
+    fetched = tuning.tile_m + tuning.tile_n // tuning.cluster_m
+    multiplied = 2 * tuning.tile_m * tuning.tile_n * BLOCK_K / FLOPS_PER_CYCLE
+    narrow = 1 if tuning.tile_m * tuning.tile_n > 128 * 128 else NARROW
+    return max(multiplied * narrow, fetched * BLOCK_K * 2 / L2_BYTES_PER_CYCLE)

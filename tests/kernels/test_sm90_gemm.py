@@ -1,0 +1,312 @@
+"""The projections and the backward's gradients of sm_90a: tile shapes, edges, schedules, tuning, the cubin."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import test_qkv_grads
+import test_qkv_proj
+
+from cute_gemma import jit
+from cute_gemma.emulator import Options
+from cute_gemma.kernels.common.schedule import Section
+from cute_gemma.kernels.common.shared_rounds import plan_shared
+from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
+from cute_gemma.kernels.sm90.out_proj import OutputProjection
+from cute_gemma.kernels.sm90.qkv_grads import QkvGradients
+from cute_gemma.kernels.sm90.qkv_proj import QKVProjection
+from cute_gemma.kernels.sm90.tuning import GemmTuning, gemm_cycles
+from cute_gemma.workloads import suite_cases
+
+TARGET = "sm_90a"
+SCHEDULES = ("lazy", "eager", "random:1", "random:2", "random:3")
+SHAPES = [(128, 64), (128, 128), (128, 192), (128, 256), (256, 64), (256, 128)]
+
+
+# ---- output projection ------------------------------------------------------------------------------------------
+
+
+def project(kernel, rows, schedule="lazy"):
+    """(result, float64 result) on random inputs; asserts that the counters are back at zero."""
+    generator = torch.Generator().manual_seed(0)
+    attn = torch.randn(rows, kernel.features, generator=generator).bfloat16()
+    weight = torch.randn(kernel.hidden, kernel.features, generator=generator) / kernel.features**0.5
+    weight = weight.bfloat16()
+    out = torch.full((rows, kernel.hidden), math.nan, dtype=torch.bfloat16)
+    tensors = [attn, weight, out]
+    if kernel.tuning.stream_k:
+        counters = torch.zeros(kernel.tuning.counters, dtype=torch.int32)
+        tensors += [torch.full((kernel.tuning.partial_floats,), math.nan), counters]
+    jit.launch(kernel, *tensors, target=TARGET, emulation=Options(schedule=schedule))
+    assert not kernel.tuning.stream_k or not counters.any()
+    return out, attn.double() @ weight.double().T
+
+
+def assert_rounded_once(out, exact):
+    """Every element was written, and is exact but for its rounding to bf16 and that of an fp32 sum."""
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("tile_m, tile_n", SHAPES)
+def test_every_tile_shape(tile_m, tile_n):
+    assert_rounded_once(*project(OutputProjection(456, 200, GemmTuning(tile_m, tile_n, sm_count=4)), 131))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 127, 128, 129, 300])
+def test_row_counts_around_a_tile(rows):
+    assert_rounded_once(*project(OutputProjection(328, 192, GemmTuning(sm_count=4)), rows))
+
+
+@pytest.mark.parametrize("hidden, features", [(8, 8), (128, 64), (136, 1032), (1160, 72)])
+def test_sizes_that_fill_no_tile(hidden, features):
+    tuning = GemmTuning(128, 128, sm_count=6, cluster_m=2)
+    assert_rounded_once(*project(OutputProjection(hidden, features, tuning), 70))
+
+
+SPLIT = [
+    GemmTuning(128, 64, stream_k=True, sm_count=23),
+    GemmTuning(128, 128, stream_k=True, sm_count=5),
+    GemmTuning(256, 128, stream_k=True, sm_count=6),
+    GemmTuning(128, 256, stream_k=True, sm_count=6, cluster_m=2),
+]
+
+
+@pytest.mark.parametrize("tuning", SPLIT, ids=repr)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_split_tiles(tuning, rows):
+    assert_rounded_once(*project(OutputProjection(328, 1032, tuning), rows))
+
+
+@pytest.mark.parametrize("tuning", [GemmTuning(128, 64, stream_k=True, sm_count=23), SPLIT[1]], ids=repr)
+def test_split_tiles_are_bit_identical_across_schedules(tuning):
+    kernel = OutputProjection(328, 1032, tuning)
+    first, *others = [project(kernel, 131, schedule)[0].view(torch.int16) for schedule in SCHEDULES]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("tile_m, tile_n", [(128, 64), (128, 256), (256, 128)])
+def test_tiles_that_two_ctas_share(tile_m, tile_n, rows):
+    """A few tiles that only clusters work on, or whole ones and a last round of shared ones."""
+    tuning = GemmTuning(tile_m, tile_n, share=2, sm_count=4)
+    assert_rounded_once(*project(OutputProjection(328, 1032, tuning), rows))
+
+
+def test_shared_tiles_are_bit_identical_across_schedules():
+    kernel = OutputProjection(328, 1032, GemmTuning(128, 128, share=2, sm_count=8))
+    first, *others = [project(kernel, 131, schedule)[0].view(torch.int16) for schedule in SCHEDULES]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 5, 9, 10, 11, 15, 16, 29])
+@pytest.mark.parametrize("clusters", [1, 5])
+def test_every_tile_is_dealt_once_with_all_of_its_blocks(tiles, clusters):
+    schedule = plan_shared((Section(1, tiles, 7),), clusters, 2, 8)
+    assert schedule.workers % 2 == 0 and schedule.workers <= 2 * clusters
+    dealt = {}
+    for worker in range(schedule.workers):
+        units = [schedule.unit(worker, index) for index in range(schedule.unit_count(worker))]
+        assert all(unit.pieces == 1 for unit in units[:-1])
+        for unit in units:
+            dealt.setdefault(unit.tile, []).append((unit.k_begin, unit.k_end))
+    assert sorted(dealt) == list(range(tiles))
+    assert all(sorted(pieces) in ([(0, 7)], [(0, 3), (3, 7)]) for pieces in dealt.values())
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_few_stages(stages):
+    assert_rounded_once(*project(OutputProjection(328, 1032, GemmTuning(stages=stages, sm_count=4)), 131))
+
+
+# ---- QKV projection ---------------------------------------------------------------------------------------------
+
+
+class Projections(test_qkv_proj.Problem):
+    """The problem of the other architecture's tests, run here."""
+
+    def run(self, schedule="lazy"):
+        k = self.kernel
+        tensors = [self.x, *self.weights, self.cos, self.sin, *self.outputs]
+        tensors += self.norms if k.qk_norm else []
+        tensors += [*self.normed, *self.rstd] if k.save_for_backward else []
+        tensors += [self.partials, self.counters] if k.tuning.stream_k else []
+        jit.launch(k, *tensors, target=TARGET, emulation=Options(schedule=schedule))
+
+
+def small(head_dim=128, hidden=200, tile_n=None, **settings):
+    tuning = GemmTuning(tile_n=tile_n or head_dim, **{"sm_count": 6, **settings.pop("tuning", {})})
+    return QKVProjection(hidden, 3 if head_dim == 128 else 2, 1, head_dim, tuning=tuning, **settings)
+
+
+@pytest.mark.parametrize("rows", [1, 131, 300])
+@pytest.mark.parametrize("tile_n", [128, 256])
+def test_projections_match_reference_at_odd_lengths(rows, tile_n):
+    problem = Projections(small(tile_n=tile_n), 1, rows)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_projections_match_reference_with_and_without_norm(head_dim, qk_norm):
+    problem = Projections(small(head_dim, tile_n=256, qk_norm=qk_norm), 1, 70)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize(
+    "tuning, seq",
+    [({"sm_count": 12}, 1), ({"sm_count": 7}, 131), ({"sm_count": 4}, 300), ({"sm_count": 12, "cluster_m": 2}, 300)],
+    ids=["equal pieces", "shares across tiles", "then whole tiles", "clusters"],
+)
+def test_projections_of_split_tiles_match_reference(tuning, seq):
+    problem = Projections(small(hidden=1032, tuning={"stream_k": True, **tuning}), 1, seq)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize("tile_n, seq", [(128, 1), (256, 131), (128, 300)])
+def test_projections_of_shared_tiles_match_reference(tile_n, seq):
+    problem = Projections(small(tile_n=tile_n, tuning={"share": 2, "sm_count": 8}), 1, seq)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize("head_dim, tile_n, stream_k", [(128, 256, False), (256, 256, False), (128, 128, True)])
+def test_projections_save_what_the_backward_needs(head_dim, tile_n, stream_k):
+    tuning = {"stream_k": stream_k, "sm_count": 5}
+    kernel = small(head_dim, 456, tile_n, save_for_backward=True, tuning=tuning)
+    problem = Projections(kernel, 3, 43)
+    problem.run()
+    problem.check()
+    for weight, normed, rstd in zip(problem.weights, problem.normed, problem.rstd):
+        t = (problem.x.double() @ weight.double().T).bfloat16().double()
+        t = t.view(3, 43, -1, head_dim).transpose(1, 2)
+        exact = torch.rsqrt(t.square().mean(-1, keepdim=True) + kernel.eps)
+        # A projection that rounds to the other neighbour moves rstd by 2^-9 / D of itself.
+        assert test_qkv_proj.error(rstd, exact) <= 1e-5
+        assert test_qkv_proj.error(normed, t * exact) <= 2**-9
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Gradients(test_qkv_grads.Problem):
+    """The problem of the other architecture's tests, run here."""
+
+    def run(self, schedule="lazy"):
+        inputs = (*self.grads, self.hidden, *self.weights, self.partials)
+        outputs = [self.grad_hidden, *self.grad_weights, *self.grad_norms]
+        tuning = self.kernel.tuning
+        if tuning.stream_k:
+            outputs.append(torch.full((tuning.partial_floats,), math.nan))
+            outputs.append(torch.zeros(tuning.counters, dtype=torch.int32))
+        jit.launch(self.kernel, *inputs, *outputs, target=TARGET, emulation=Options(schedule=schedule))
+
+
+@pytest.mark.parametrize("tile_m, tile_n", [(128, 64), (128, 128), (128, 256), (256, 128)])
+def test_gradients_of_every_tile_shape(tile_m, tile_n):
+    problem = Gradients(QkvGradients(640, 4, 1, 256, GemmTuning(tile_m, tile_n)), 1, 131)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize("batch, seq", [(1, 1), (3, 43), (5, 3)])
+@pytest.mark.parametrize(
+    "tuning", [GemmTuning(256, 128), GemmTuning(128, 128, cluster_m=2), GemmTuning(128, 64, stream_k=True)], ids=repr
+)
+def test_gradients_of_sizes_that_fill_no_tile(batch, seq, tuning):
+    problem = Gradients(QkvGradients(200, 3, 1, 128, tuning), batch, seq)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize(
+    "tuning", [GemmTuning(128, 128, stream_k=True, sm_count=11), GemmTuning(256, 128, stream_k=True, sm_count=5)], ids=repr
+)
+def test_gradients_of_split_tiles_are_bit_identical_across_schedules(tuning):
+    results = []
+    for schedule in SCHEDULES:
+        problem = Gradients(QkvGradients(136, 2, 1, 128, tuning), 2, 70)
+        problem.run(schedule)
+        results.append([t.view(torch.uint8) for t in problem.results()])
+    problem.check()
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+
+
+# ---- tuning and code --------------------------------------------------------------------------------------------
+
+
+def kernels():
+    """Every kind of kernel in every tile shape it takes, as used and with split tiles."""
+    for tile_m, tile_n in SHAPES:
+        for stream_k in (False, True):
+            tuning = GemmTuning(tile_m, tile_n, stream_k=stream_k)
+            yield OutputProjection(3072, 3072, tuning)
+            yield QkvGradients(640, 4, 1, 256, tuning)
+            for head_dim in (128, 256):
+                if tile_m == 128 and tile_n % head_dim == 0:
+                    yield QKVProjection(3072, 24, 8, head_dim, tuning=tuning)
+                    yield QKVProjection(3072, 24, 8, head_dim, tuning=tuning, save_for_backward=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", list(kernels()), ids=lambda k: f"{type(k).__name__} {k.tuning}")
+def test_cubin_keeps_everything_in_registers(kernel):
+    assert_in_registers(kernel)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 586, 1024, 8192])
+def test_default_tunings_keep_everything_in_registers(rows):
+    assert_in_registers(OutputProjection(3072, 3072, out_proj.default_tuning(rows, 3072, 3072)))
+    tuning = qkv_proj.default_tuning(rows, 3072, 24, 8)
+    assert_in_registers(QKVProjection(3072, 24, 8, tuning=tuning))
+    tuning = qkv_grads.default_tuning(1, rows, 640, 6, 256)
+    assert_in_registers(QkvGradients(640, 4, 1, 256, tuning))
+
+
+def assert_in_registers(kernel):
+    (report,) = jit.inspect(kernel, TARGET)
+    assert (report.stack_bytes, report.local_loads, report.local_stores) == (0, 0, 0)
+    # Of each K=16 slice of a stage, for each 64 rows; the first block of a unit apart from the others.
+    per_block = 4 * kernel.tuning.tile_m // 128
+    assert report.count("HGMMA") == 2 * per_block * len(kernel.operand_majors)
+    assert report.count("STSM") > 0 and report.count("UTMASTG") > 0
+
+
+@pytest.mark.parametrize("rows", [1, 128, 131, 586, 1024, 4096, 8212])
+def test_default_tuning_is_no_slower_by_its_own_count_than_any_other(rows):
+    chosen = gemm_cycles(out_proj.default_tuning(rows, 3072, 3072), rows, (3072,), 3072)
+    for tile_m, tile_n in ((128, 64), (128, 128), (128, 192), (128, 256)):
+        for stream_k in (False, True):
+            assert chosen <= gemm_cycles(GemmTuning(tile_m, tile_n, stream_k=stream_k), rows, (3072,), 3072)
+
+
+@pytest.mark.parametrize("case", suite_cases("051"), ids=lambda c: f"{c.batch_size}x{c.seq_len}")
+def test_default_tuning_of_gradients_fits_shared_memory(case):
+    tuning = qkv_grads.default_tuning(case.batch_size, case.seq_len, 640, 6, 256)
+    assert QkvGradients(640, 4, 1, 256, tuning).stage_count >= 4
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("tile_m", 64), ("tile_n", 96), ("tile_n", 320), ("stages", 1), ("sm_count", 0), ("group_m", 0), ("cluster_m", 3)],
+)
+def test_tuning_rejects_impossible_shapes(field, value):
+    with pytest.raises(ValueError, match=field):
+        GemmTuning(**{field: value})
+
+
+def test_accumulators_that_leave_no_registers_are_refused():
+    with pytest.raises(ValueError, match="tile_n: 256"):
+        GemmTuning(256, 256)
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(ValueError, match="stages: 9"):
+        OutputProjection(328, 192, GemmTuning(128, 256, stages=9)).stage_count
