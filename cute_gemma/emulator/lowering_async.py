@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import ptx
 from .lowering import Builder, lowers
-from .lowering_words import Words, offsets, operands
+from .lowering_words import Words, items, offsets, operands
 
 _DIMS = {f"{n}d": n for n in range(1, 6)}
 _REDUCTIONS = {"add": 1, "min": 2, "max": 3, "inc": 4, "dec": 5, "and": 6, "or": 7, "xor": 8}
@@ -110,3 +110,36 @@ def _linear(ins: ptx.Instruction, b: Builder, words: Words) -> None:
     )  # fmt: skip
 
 
+
+
+# ---------------------------------------------------------------- clusterlaunchcontrol
+@lowers("clusterlaunchcontrol")
+def lower_cluster_launch_control(ins: ptx.Instruction, b: Builder) -> None:
+    words = Words(ins, b)
+    words.need("b128")
+    if words.has("try_cancel"):
+        words.need("async", "mbarrier::complete_tx::bytes")
+        words.drop({"shared::cta"})
+        everyone = words.has("multicast::cluster::all")
+        words.done()
+        pointer, barrier = operands(ins, b, 2)
+        address, offset = b.address(pointer, 32)
+        barrier_ref, barrier_offset = b.address(barrier, 32)
+        return b.emit(
+            "CLC_TRY_CANCEL", address, barrier_ref, sub=everyone, imm=offsets(offset, barrier_offset)
+        )
+    words.need("query_cancel")
+    target, response = operands(ins, b, 2)
+    source = b.src(response, 128)
+    if words.has("is_canceled"):
+        words.need("pred")
+        words.done()
+        return b.emit("CLC_QUERY", source, b.pred_dst(target), sub=0)
+    words.need("b32")
+    part = words.choice({f"get_first_ctaid::{axis}": i for i, axis in enumerate("xyz", 1)} | {"get_first_ctaid": 4})
+    words.has("v4")
+    words.done()
+    found = items(target)
+    if len(found) != (4 if part == 4 else 1):
+        raise b.unsupported(f"{len(found)} results")
+    b.emit("CLC_QUERY", source, *(b.dst(t, 32) for t in found), sub=part)

@@ -68,7 +68,7 @@ def test_generic_address_reaches_shared_memory():
         ("st.shared.b32 [0], %r1;", emu.MemoryFault, "outside the CTA's shared memory"),
         ("mov.u32 %r2, smem; st.shared.b32 [%r2+2], %r1;", emu.MisalignedAccess, "no multiple of 4"),
         ("mov.u32 %r2, smem; add.u32 %r2, %r2, 0x1000000; st.shared.b32 [%r2], %r1;", emu.MemoryFault, "rank 1"),
-        ("mov.u32 %r2, smem; mov.u32 %r3, 1; mapa.shared::cluster.u32 %r4, %r2, %r3;", emu.MemoryFault, "mapa to CTA rank 1"),
+        ("mov.u32 %r2, smem; mov.u32 %r3, 1; mapa.shared::cluster.u32 %r4, %r2, %r3; st.shared::cluster.b32 [%r4], %r1;", emu.MemoryFault, "rank 255"),
     ],
 )  # fmt: skip
 def test_wrong_addresses_are_reported(code, error, says):

@@ -153,7 +153,7 @@ struct Cluster {
 // ---------------------------------------------------------------- queued operations
 typedef enum {
   A_TMA_LOAD, A_TMA_STORE, A_BULK_LOAD, A_BULK_STORE, A_BULK_DSMEM, A_ARRIVE, A_CP_ASYNC, A_MMA, A_COMMIT, A_TMEM_CP, A_TMEM_LD,
-  A_TMEM_ST, A_WGMMA
+  A_TMEM_ST, A_WGMMA, A_CLC
 } AsyncKind;
 
 typedef struct {                    // a decoded tensor map
@@ -252,6 +252,10 @@ Status exec_tc_ld(Warp *, const Op *, uint32_t), exec_tc_st(Warp *, const Op *, 
 Status exec_tc_wait(Warp *, const Op *, uint32_t), exec_tc_fence(Warp *, const Op *, uint32_t);
 Status tmem_loads_arrive(Warp *w);
 Status run_tensor(Async *a);
+
+// clc.c
+Status exec_clc_try_cancel(Warp *, const Op *, uint32_t), exec_clc_query(Warp *, const Op *, uint32_t);
+Status run_clc(Async *a);
 
 // wgmma.c
 Status wgmma_arrive(Warp *w);

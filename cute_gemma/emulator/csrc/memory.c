@@ -253,17 +253,16 @@ Status exec_stmatrix(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-// mapa.shared::cluster. sub 1: 64-bit generic addresses. Refs: result, address, rank.
+// mapa.shared::cluster. sub 1: 64-bit generic addresses. Refs: result, address, rank. A rank the cluster does not have gives an
+// address that no access accepts.
 Status exec_mapa(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   EACH_LANE(l, mask) {
-    uint32_t rank = REG32(w, refs[2])[l];
-    if (rank >= w->launch->cluster_size)
-      return fault(w, op, FAULT_MEMORY, "mapa to CTA rank %u of a cluster of %u", rank, w->launch->cluster_size);
+    const uint32_t rank = REG32(w, refs[2])[l] < w->launch->cluster_size ? REG32(w, refs[2])[l] : 0xff;
     if (op->sub & 1)
-      REG64(w, refs[0])[l] = (REG64(w, refs[1])[l] & ~0xff000000ull) + op->imm + ((uint64_t)rank << SMEM_RANK_SHIFT);
+      REG64(w, refs[0])[l] = (REG64(w, refs[1])[l] & ~0xff000000ull) + ((uint64_t)rank << SMEM_RANK_SHIFT);
     else
-      REG32(w, refs[0])[l] = ((REG32(w, refs[1])[l] + (uint32_t)op->imm) & SMEM_OFFSET) | rank << SMEM_RANK_SHIFT;
+      REG32(w, refs[0])[l] = (REG32(w, refs[1])[l] & SMEM_OFFSET) | rank << SMEM_RANK_SHIFT;
   }
   return ST_NEXT;
 }

@@ -127,6 +127,7 @@ Status async_run(Async *a) {
     case A_TMA_LOAD: case A_TMA_STORE: case A_BULK_LOAD: case A_BULK_STORE: case A_BULK_DSMEM: return run_copy(a);
     case A_CP_ASYNC: return run_cp_async(a);
     case A_ARRIVE: return run_arrive(a);
+    case A_CLC: return run_clc(a);
     case A_MMA: case A_COMMIT: case A_TMEM_CP: return run_tensor(a);
     default: return fault(a->warp, a->op, FAULT_ILLEGAL, "internal: a queued operation of kind %d", (int)a->kind);
   }
@@ -185,7 +186,7 @@ static const Exec EXEC[] = {
     exec_mbar_wait, exec_bar, exec_bar_cluster, exec_tma_load, exec_tma_store, exec_bulk_copy, exec_bulk_commit,
     exec_bulk_wait, exec_cp_async, exec_cp_commit, exec_cp_wait, exec_cp_arrive, exec_tc_alloc, exec_tc_dealloc,
     exec_tc_relinquish, exec_tc_mma, exec_tc_commit, exec_tc_cp, exec_tc_ld, exec_tc_st, exec_tc_wait, exec_tc_fence,
-    NULL, exec_wgmma, exec_wgmma_fence, exec_wgmma_commit, exec_wgmma_wait,
+    exec_clc_try_cancel, exec_wgmma, exec_wgmma_fence, exec_wgmma_commit, exec_wgmma_wait, exec_clc_query,
 };
 
 Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
