@@ -120,6 +120,8 @@ def _tma_parts(atom, smem, gmem):
 @cute.jit
 def mma_role(kernel, bars, smem, tmem, work):
     """All products of the CTA, then the end of its TMEM. One elected thread waits and issues."""
+    if cutlass.const_expr(kernel.mask == "tensor"):
+        cute.arch.griddepcontrol_wait()  # the walk reads the tile classes, which the mask scan may still be writing
     if cutlass.const_expr(kernel.tuning.query_tiles == 2):
         visit = partial(_visit_two_tiles, kernel, bars, smem, tmem)
         state = kernel.walk(visit, (Int32(0),) * 6, work)

@@ -509,6 +509,8 @@ def write_output(kernel, rows: Rows, sO, out, coordinate, ready, denominator, st
     tOsO, tOgO = cpasync.tma_partition(
         atom, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
     )
-    cute.copy(atom, tOsO[None, warp], tOgO[None, rows.tile * (TILE // WARP) + rows.warp])
-    cute.arch.cp_async_bulk_commit_group()
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    # One thread stores, and waits: bulk groups are a thread's own.
+    with cute.arch.elect_one():
+        cute.copy(atom, tOsO[None, warp], tOgO[None, rows.tile * (TILE // WARP) + rows.warp])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
