@@ -279,6 +279,19 @@ def _backward_correlated(config: AttentionConfig, batch: int, seq: int, seed: in
     )
 
 
+def _backward_realistic(config: AttentionConfig, batch: int, seq: int, seed: int) -> BackwardInputs:
+    """normed and rstd from a forward pass of the same hidden states and weights, as training has them."""
+    base, draw = _backward_suite(config, batch, seq, seed), _Draw(seed + 1)
+    q_norm, k_norm = _norm_weights(draw, config.head_dim)
+    saved = {}
+    for side, heads, weight in (("q", config.heads, base.q_weight), ("k", config.kv_heads, base.k_weight)):
+        projected = (base.hidden_states @ weight.T).unflatten(-1, (heads, config.head_dim)).transpose(1, 2)
+        rstd = torch.rsqrt(projected.float().square().mean(-1, keepdim=True) + config.eps)
+        saved[f"{side}_rstd"] = rstd.contiguous()
+        saved[f"{side}_normed"] = (projected.float() * rstd).bfloat16().contiguous()
+    return replace(base, q_norm_weight=q_norm, k_norm_weight=k_norm, **saved)
+
+
 def _forward_reference(inputs: ForwardInputs, config: AttentionConfig) -> reference.ForwardStages:
     return reference.forward_stages(
         **{f.name: getattr(inputs, f.name) for f in fields(inputs)}, config=config
@@ -364,6 +377,7 @@ WORKLOADS: Mapping[str, Workload] = {
         outputs=reference.QKVGradients._fields,
         kinds={
             "suite": {"suite": _backward_suite},
+            "realistic": {"realistic": _backward_realistic},
             "structured": {"outliers": _backward_outliers, "correlated": _backward_correlated},
         },
         reference=_backward_reference,

@@ -188,22 +188,6 @@ def run(inputs, schedule="lazy"):
     return plan.output, reports
 
 
-def realistic(batch, seq, config, seed=0):
-    """Suite inputs, but q_normed, k_normed and their rstd from a forward pass, and weights about 0 for the
-    norms."""
-    inputs = PROBLEM.make_inputs("suite", batch, seq, seed, config)
-    generator = torch.Generator().manual_seed(seed + 1)
-    made = {}
-    for side, heads in (("q", config.heads), ("k", config.kv_heads)):
-        projected = (inputs.hidden_states @ getattr(inputs, f"{side}_weight").T).float()
-        projected = projected.unflatten(-1, (heads, config.head_dim)).transpose(1, 2)
-        rstd = torch.rsqrt(projected.square().mean(-1, keepdim=True) + 1e-6)
-        made[f"{side}_rstd"] = rstd.contiguous()
-        made[f"{side}_normed"] = (projected * rstd).bfloat16().contiguous()
-        made[f"{side}_norm_weight"] = (0.3 * torch.randn(config.head_dim, generator=generator)).bfloat16()
-    return type(inputs)(**{**inputs.tensors(), **made})
-
-
 def assert_both_rules_hold(inputs, results, batch, seq, config=PROBLEM.config):
     eager = PROBLEM.reference(inputs, config)
     exact = PROBLEM.reference(inputs.to(torch.float64), config)
@@ -221,8 +205,6 @@ def assert_both_rules_hold(inputs, results, batch, seq, config=PROBLEM.config):
 
 
 def make(kind, batch, seq, config=PROBLEM.config):
-    if kind == "realistic":
-        return realistic(batch, seq, config)
     return PROBLEM.make_inputs(kind, batch, seq, 0, config)
 
 

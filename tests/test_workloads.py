@@ -48,7 +48,7 @@ def test_unknown_names_list_the_known_ones():
         ValueError, match="inputs: got 'dense', want one of suite, causal, structured, noncausal"
     ):
         workload("047").input_sets("dense")
-    with pytest.raises(ValueError, match="inputs: got 'noncausal', want one of suite, structured for"):
+    with pytest.raises(ValueError, match="inputs: got 'noncausal', want one of suite, realistic, structured for"):
         workload("051").input_sets("noncausal")
     with pytest.raises(ValueError, match="inputs: got 'dense', want one of suite, causal, outliers"):
         workload("047").make_inputs("dense", 1, 1)

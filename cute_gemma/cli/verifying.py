@@ -28,7 +28,7 @@ def add_commands(commands: Any) -> None:
             "--schedule", default="lazy", help="order of asynchronous operations: lazy, eager or random:SEED"
         )
     verify.add_argument(
-        "--inputs", default="suite", help="suite, structured or noncausal, or one input set's name"
+        "--inputs", default="suite", help="a kind of input sets (suite, structured, ...), or one set's name"
     )
     verify.add_argument("--json", action="store_true", help="print figures as JSON")
     run.set_defaults(action=run_workload, inputs="suite")

@@ -117,9 +117,11 @@ def default_tuning(
 
     def cycles(tuning: GemmTuning) -> float:
         tiles = {kind: -(-blocks[kind] // tuning.cluster) * -(-hidden // tuning.tile_n) for kind in blocks}
+        # The epilogue of all but the last tile runs beside the next tile's products.
         block, epilogue = block_cycles(tuning), EPILOGUE_CYCLES * tuning.tile_n
-        costs = {kind: depth[kind] * block + epilogue for kind in blocks}
-        return makespan((tiles[WGRAD], costs[WGRAD]), (tiles[DGRAD], costs[DGRAD]), tuning.workers)
+        costs = {kind: max(depth[kind] * block, epilogue) for kind in blocks}
+        wgrad, dgrad = ((tiles[kind], costs[kind]) for kind in (WGRAD, DGRAD))
+        return makespan(wgrad, dgrad, tuning.workers) + epilogue
 
     candidates = [GemmTuning(m, n, cluster_m=cluster, sm_count=sm_count) for m, n, cluster in _SHAPES]
     # Clusters are for many rows: a cluster with nothing to do in one CTA keeps its multiprocessor all the

@@ -14,6 +14,7 @@ from cute_gemma.kernels.common.gemm import BLOCK_K
 from cute_gemma.kernels.common.schedule import split_plan
 
 SM_COUNT = 148  # of a B200
+GPC_SMS = 18  # of a graphics processing cluster: 148 over 8, the remainder left out for being spread unevenly
 ACC_COLUMNS = 256  # of one of two accumulators in TMEM's 512 columns (PTX ISA, "Tensor Memory")
 FLOPS_PER_CYCLE = 8192  # dense bf16, an SM: 2.25 PFLOP/s over 148 SMs at 1.85 GHz (B200 data sheet)
 L2_BYTES_PER_CYCLE = 64  # into an SM's shared memory, the width of its L2 port
@@ -78,8 +79,15 @@ class GemmTuning:
 
     @property
     def workers(self) -> int:
-        """Most units in work at once."""
-        return self.sm_count // self.cluster
+        """Most units in work at once, one a resident cluster.
+
+        A cluster lies within one GPC (CUDA C++ Programming Guide, thread block clusters). Pairs fit any even
+        number of SMs; larger clusters are counted as if every GPC had GPC_SMS. A cluster too many would wait
+        for a whole share of work to end.
+        """
+        if self.cluster <= 2:
+            return self.sm_count // self.cluster
+        return max(self.sm_count // GPC_SMS, 1) * (min(self.sm_count, GPC_SMS) // self.cluster)
 
     @property
     def stage_bytes(self) -> int:
