@@ -41,13 +41,15 @@ static float combine_float(float a, float b, uint32_t what) {
 static uint64_t combine_halves(uint64_t x, uint64_t y, uint32_t what, uint32_t size, int bf16) {
   uint64_t r = 0;
   for (uint32_t i = 0; i < size / 2; i++) {
-    float v = combine_float(half_value((uint16_t)(x >> 16 * i), bf16), half_value((uint16_t)(y >> 16 * i), bf16), what);
+    float v = combine_float(half_value((uint16_t)(x >> 16 * i), bf16), half_value((uint16_t)(y >> 16 * i),
+        bf16), what);
     r |= (uint64_t)half_round(v, bf16) << 16 * i;
   }
   return r;
 }
 
-static uint64_t combine(uint64_t x, uint64_t y, uint64_t compare, uint32_t what, uint32_t type, uint32_t size) {
+static uint64_t combine(uint64_t x, uint64_t y, uint64_t compare, uint32_t what, uint32_t type,
+                        uint32_t size) {
   if (what == AT_EXCH) return y;
   if (what == AT_CAS) return x == compare ? y : x;
   if (type == TY_F16 || type == TY_BF16) return combine_halves(x, y, what, size, type == TY_BF16);
@@ -83,11 +85,13 @@ static uint64_t get(const Warp *w, int32_t ref, uint32_t l, uint32_t size) {
   return size == 8 ? REG64(w, ref)[l] : size == 2 ? REG32(w, ref)[l] & 0xffff : REG32(w, ref)[l];
 }
 
-// sub [1:0] space, [4:2] log2 of the size, [8:5] elements, [9] acquire, [10] release, [14:11] operation, [17:15] type, [18] result wanted.
+// sub [1:0] space, [4:2] log2 of the size, [8:5] elements, [9] acquire, [10] release, [14:11] operation,
+// [17:15] type, [18] result wanted.
 // Refs: address, (the value compared with,) values, results.
 Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
-  const uint32_t sub = op->sub, size = 1u << (sub >> 2 & 7), count = sub >> 5 & 15, what = sub >> 11 & 15, type = sub >> 15 & 7;
+  const uint32_t sub = op->sub, size = 1u << (sub >> 2 & 7), count = sub >> 5 & 15, what = sub >> 11 & 15,
+      type = sub >> 15 & 7;
   const int32_t *value = refs + 1 + (what == AT_CAS), *out = value + count;
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, 1, &r)) return ST_FAULT;
@@ -101,7 +105,8 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
     for (uint32_t j = 0; j < count; j++) {
       uint64_t old = 0, new;
       memcpy(&old, r.at[l] + j * size, size);
-      new = combine(old, get(w, value[j], l, size), what == AT_CAS ? get(w, refs[1], l, size) : 0, what, type, size);
+      new = combine(old, get(w, value[j], l, size), what == AT_CAS ? get(w, refs[1], l, size) : 0, what,
+                    type, size);
       memcpy(r.at[l] + j * size, &new, size);
       if (new != old) made_progress(w->launch);
       if (!(sub >> 18 & 1)) continue;
@@ -114,7 +119,8 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
 // ---------------------------------------------------------------- cp.async
 typedef struct { uint32_t mask; uint32_t to[LANES], bytes[LANES]; uint64_t from[LANES]; } CpLanes;
 
-// cp.async.ca/.cg.shared.global. sub [4:0] size (4, 8, 16), [5] source size given. Refs: destination, source, source size.
+// cp.async.ca/.cg.shared.global. sub [4:0] size (4, 8, 16), [5] source size given. Refs: destination, source,
+// source size.
 // imm: offset of the destination, imm2: of the source. Bytes past the source size are zero.
 Status exec_cp_async(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -130,8 +136,11 @@ Status exec_cp_async(Warp *w, const Op *op, uint32_t mask) {
     uint32_t bytes = op->sub & 32 ? REG32(w, refs[2])[l] : size;
     Status bad = ST_NEXT;
     if (!shared_target(w, op, to, size, size, 0)) bad = ST_FAULT;
-    else if (from & (size - 1)) bad = fault(w, op, FAULT_MISALIGNED, "lane %u: global address 0x%llx is no multiple of %u", l, (unsigned long long)from, size);
-    else if (bytes > size) bad = fault(w, op, FAULT_ILLEGAL, "cp.async with source size %u of %u", bytes, size);
+    else if (from & (size - 1))
+      bad = fault(w, op, FAULT_MISALIGNED, "lane %u: global address 0x%llx is no multiple of %u", l,
+                  (unsigned long long)from, size);
+    else if (bytes > size)
+      bad = fault(w, op, FAULT_ILLEGAL, "cp.async with source size %u of %u", bytes, size);
     else if (w->launch->hazards && !smem_touch(w->cta, to & SMEM_OFFSET, size, 1, &x)) bad = ST_FAULT;
     if (bad == ST_FAULT) {
       free(lanes);
@@ -167,7 +176,8 @@ Status run_cp_async(Async *a) {
 static Status finish_cp(Warp *w, uint32_t last) {
   for (Async *a = cluster_of(w)->queue_head, *next; a; a = next) {
     next = a->next;
-    if (a->kind == A_CP_ASYNC && a->warp == w && a->copy.group <= last && run_cp_async(a) == ST_FAULT) return ST_FAULT;
+    if (a->kind == A_CP_ASYNC && a->warp == w && a->copy.group <= last && run_cp_async(a) == ST_FAULT)
+      return ST_FAULT;
   }
   if (last > state(w)->cp.done) state(w)->cp.done = last;
   return ST_NEXT;
@@ -198,7 +208,8 @@ Status exec_cp_wait(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-// cp.async.mbarrier.arrive[.noinc]. sub 0: noinc. Refs: mbarrier. imm: offset. The arrival follows all earlier cp.async of the thread.
+// cp.async.mbarrier.arrive[.noinc]. sub 0: noinc. Refs: mbarrier. imm: offset. The arrival follows all
+// earlier cp.async of the thread.
 Status exec_cp_arrive(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   Groups *g = &state(w)->cp;

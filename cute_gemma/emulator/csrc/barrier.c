@@ -18,18 +18,21 @@ Mbarrier *mbar_find(Warp *w, const Op *op, Cta *cta, uint32_t offset) {
     return NULL;
   }
   if (cta->exited) {
-    fault(w, op, FAULT_MEMORY, "uses the mbarrier at 0x%x of CTA rank %u, whose threads have all exited", offset, cta->rank);
+    fault(w, op, FAULT_MEMORY, "uses the mbarrier at 0x%x of CTA rank %u, whose threads have all exited",
+          offset, cta->rank);
     return NULL;
   }
   return b;
 }
 
-// A thread may use a barrier only after its initialisation, as ordered by some other barrier or a cluster barrier.
+// A thread may use a barrier only after its initialisation, as ordered by some other barrier or a cluster
+// barrier.
 static int after_init(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) {
   if (warp_ordered(w, b->init_comp, b->init_epoch)) return 1;
   char who[128];
   comp_name(cluster_of(w), b->init_comp, b->init_epoch, who, sizeof who);
-  fault(w, op, FAULT_RACE, "uses the mbarrier at 0x%x of CTA rank %u, which %s initialised at PTX line %u, with nothing that orders the two",
+  fault(w, op, FAULT_RACE, "uses the mbarrier at 0x%x of CTA rank %u, which %s initialised at PTX line %u, "
+        "with nothing that orders the two",
         b->offset, cta->rank, who, b->init_line);
   return 0;
 }
@@ -38,8 +41,10 @@ static Status complete_phase(Warp *w, const Op *op, Cta *cta, Mbarrier *b) {
   if (tracing) trace_arrive(&b->stamp);
   if (b->pending || b->tx) return ST_NEXT;
   if (b->inflight)
-    return fault(w, op, FAULT_BARRIER, "phase %u of the mbarrier at 0x%x of CTA rank %u completes while %u asynchronous copies that "
-                 "signal it are in flight: its expect_tx counts too few bytes", b->phase, b->offset, cta->rank, b->inflight);
+    return fault(w, op, FAULT_BARRIER, "phase %u of the mbarrier at 0x%x of CTA rank %u completes while %u "
+                 "asynchronous copies that "
+                 "signal it are in flight: its expect_tx counts too few bytes", b->phase, b->offset,
+                     cta->rank, b->inflight);
   if (tracing) trace_complete(&b->stamp);
   b->phase++;
   b->pending = b->expected;
@@ -56,18 +61,21 @@ static Status complete_phase(Warp *w, const Op *op, Cta *cta, Mbarrier *b) {
 static Status add_tx(Warp *w, const Op *op, Cta *cta, Mbarrier *b, int64_t tx) {
   int64_t sum = b->tx + tx;
   if (sum > MBAR_MAX_COUNT || sum < -MBAR_MAX_COUNT)
-    return fault(w, op, FAULT_BARRIER, "the tx-count of the mbarrier at 0x%x of CTA rank %u becomes %lld, outside +-(2^20-1)", b->offset,
+    return fault(w, op, FAULT_BARRIER, "the tx-count of the mbarrier at 0x%x of CTA rank %u becomes %lld, "
+                 "outside +-(2^20-1)", b->offset,
                  cta->rank, (long long)sum);
   b->tx = (int32_t)sum;
   return ST_NEXT;
 }
 
-Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t count, int32_t tx, ClockId clock, int drop) {
+Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t count, int32_t tx,
+                   ClockId clock, int drop) {
   Mbarrier *b = mbar_find(w, op, cta, offset);
   if (!b) return ST_FAULT;
   if (tx && add_tx(w, op, cta, b, tx) == ST_FAULT) return ST_FAULT;
   if (count > b->pending)
-    return fault(w, op, FAULT_BARRIER, "%u arrivals on the mbarrier at 0x%x of CTA rank %u, which expects %u more of %u in phase %u", count,
+    return fault(w, op, FAULT_BARRIER, "%u arrivals on the mbarrier at 0x%x of CTA rank %u, which expects %u "
+                 "more of %u in phase %u", count,
                  offset, cta->rank, b->pending, b->expected, b->phase);
   if (w->launch->hazards) clock_join(cta->cluster, b->cur, clock);
   b->pending -= count;
@@ -75,12 +83,14 @@ Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t co
   return complete_phase(w, op, cta, b);
 }
 
-// Strict checks: the async proxy signals only barriers whose initialisation a fence.mbarrier_init or fence.proxy.async follows.
+// Strict checks: the async proxy signals only barriers whose initialisation a fence.mbarrier_init or
+// fence.proxy.async follows.
 int mbar_init_fenced(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) {
   if (w->launch->hazards < 2) return 1;
   const uint32_t index = b->init_comp % cta->cluster->nwarps, per = w->launch->nwarps;
   if (cta->cluster->ctas[index / per].states[index % per].fenced_inits >= b->init_epoch) return 1;
-  fault(w, op, FAULT_PROXY_FENCE, "advice: signals the mbarrier at 0x%x of CTA rank %u, initialised at PTX line %u with no fence.mbarrier_init "
+  fault(w, op, FAULT_PROXY_FENCE, "advice: signals the mbarrier at 0x%x of CTA rank %u, initialised at PTX "
+        "line %u with no fence.mbarrier_init "
         "or fence.proxy.async after it", b->offset, cta->rank, b->init_line);
   return 0;
 }
@@ -111,10 +121,12 @@ Status exec_mbar_init(Warp *w, const Op *op, uint32_t mask) {
     Cta *cta = shared_target(w, op, address, 8, 8, 0);
     if (!cta) return ST_FAULT;
     uint32_t offset = address & SMEM_OFFSET;
-    if (!count || count > MBAR_MAX_COUNT) return fault(w, op, FAULT_BARRIER, "mbarrier.init with count %u, outside 1..2^20-1", count);
+    if (!count || count > MBAR_MAX_COUNT)
+      return fault(w, op, FAULT_BARRIER, "mbarrier.init with count %u, outside 1..2^20-1", count);
     Mbarrier *b = lookup(cta, offset);
     if (b && b->valid)
-      return fault(w, op, FAULT_BARRIER, "mbarrier.init on the mbarrier at 0x%x, which is in use: mbarrier.inval comes first", offset);
+      return fault(w, op, FAULT_BARRIER, "mbarrier.init on the mbarrier at 0x%x, which is in use: "
+                   "mbarrier.inval comes first", offset);
     if (w->launch->hazards) {
       Agent x = agent_of(w, op);
       if (!smem_touch(cta, offset, 8, 1, &x)) return ST_FAULT;
@@ -153,11 +165,13 @@ Status exec_mbar_inval(Warp *w, const Op *op, uint32_t mask) {
     Mbarrier *b = cta ? mbar_find(w, op, cta, address & SMEM_OFFSET) : NULL;
     if (!b || !after_init(w, op, cta, b)) return ST_FAULT;
     if (b->inflight)
-      return fault(w, op, FAULT_BARRIER, "mbarrier.inval on the mbarrier at 0x%x while %u asynchronous copies that signal it are in flight",
+      return fault(w, op, FAULT_BARRIER, "mbarrier.inval on the mbarrier at 0x%x while %u asynchronous "
+                   "copies that signal it are in flight",
                    b->offset, b->inflight);
     b->valid = 0;
     b->phase += (b->phase - b->first_phase) & 1;      // a later init starts at an even phase again
-    if (w->launch->hazards) cta->smem_shadow[b->offset / GRANULE].barrier &= (uint8_t)~(b->offset % GRANULE ? 2 : 1);
+    if (w->launch->hazards)
+      cta->smem_shadow[b->offset / GRANULE].barrier &= (uint8_t)~(b->offset % GRANULE ? 2 : 1);
   }
   return ST_NEXT;
 }
@@ -165,13 +179,14 @@ Status exec_mbar_inval(Warp *w, const Op *op, uint32_t mask) {
 Status run_arrive(Async *a) {
   async_unlink(a);
   state(a->warp)->arrivals--;
-  Status s = mbar_arrive(a->warp, a->op, a->arrive.cta, a->arrive.offset, a->arrive.count, a->arrive.tx, a->clock, (int)a->arrive.drop);
+  Status s = mbar_arrive(a->warp, a->op, a->arrive.cta, a->arrive.offset, a->arrive.count, a->arrive.tx,
+                         a->clock, (int)a->arrive.drop);
   async_free(a->warp->launch, a);
   return s;
 }
 
-// What a warp did before it releases comes before what others do once they have acquired: its arrivals at other CTAs'
-// barriers are no longer under way.
+// What a warp did before it releases comes before what others do once they have acquired: its arrivals at
+// other CTAs' barriers are no longer under way.
 static Status deliver_arrivals(Warp *w) {
   if (!state(w)->arrivals) return ST_NEXT;
   for (Async *a = cluster_of(w)->queue_head, *next; a; a = next) {
@@ -182,7 +197,8 @@ static Status deliver_arrivals(Warp *w) {
 }
 
 // mbarrier.arrive[_drop][.expect_tx] and the arrive part of their .noComplete forms.
-// sub bit 0: any CTA of the cluster; 1: a 64-bit state is wanted; 2: expect_tx; 3: drop; 4: relaxed; 5: noComplete.
+// sub bit 0: any CTA of the cluster; 1: a 64-bit state is wanted; 2: expect_tx; 3: drop; 4: relaxed; 5:
+// noComplete.
 // Refs: address, count, tx, state (64 bits). imm: offset.
 Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -194,11 +210,13 @@ Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
     Mbarrier *b = cta ? mbar_find(w, op, cta, address & SMEM_OFFSET) : NULL;
     if (!b || !after_init(w, op, cta, b)) return ST_FAULT;
     if (sub & 32 && count >= b->pending)
-      return fault(w, op, FAULT_BARRIER, "a .noComplete arrival completes phase %u of the mbarrier at 0x%x", b->phase, b->offset);
+      return fault(w, op, FAULT_BARRIER, "a .noComplete arrival completes phase %u of the mbarrier at 0x%x",
+                   b->phase, b->offset);
     if (sub & 2) REG64(w, refs[3])[l] = (uint64_t)b->phase << 32 | b->pending;
     if (cta == w->cta || tx) {          // expect_tx must come before the copies of its own thread complete
       if (!(sub & 16) && deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
-      if (mbar_arrive(w, op, cta, address & SMEM_OFFSET, count, tx, sub & 16 ? state(w)->fenced : state(w)->clock, (int)(sub & 8)) == ST_FAULT)
+      if (mbar_arrive(w, op, cta, address & SMEM_OFFSET, count, tx, sub & 16 ? state(w)->fenced
+                      : state(w)->clock, (int)(sub & 8)) == ST_FAULT)
         return ST_FAULT;
       if (w->launch->hazards && !(sub & 16)) clock_publish(w);
       continue;
@@ -207,7 +225,8 @@ Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
     Async *a = async_new(w->launch, A_ARRIVE, w, op);
     state(w)->arrivals++;
     a->clock = sub & 16 ? NO_CLOCK : clock_snapshot(w);
-    a->arrive.cta = cta, a->arrive.offset = address & SMEM_OFFSET, a->arrive.count = count, a->arrive.drop = sub & 8;
+    a->arrive.cta = cta, a->arrive.offset = address & SMEM_OFFSET, a->arrive.count = count,
+        a->arrive.drop = sub & 8;
     if (async_issue(a) == ST_FAULT) return ST_FAULT;
   }
   return ST_NEXT;
@@ -232,8 +251,10 @@ static void observe(Warp *w, Mbarrier *b, uint32_t sub) {
   if (!(sub & 4)) clock_acquire(w, b->done);
 }
 
-// test_wait and try_wait. sub bit 0: parity form; 1: may suspend (try_wait); 2: relaxed. Refs: predicate, address, state or parity.
-// A wait that fails returns false once; a warp that comes straight back to it sleeps until the phase completes.
+// test_wait and try_wait. sub bit 0: parity form; 1: may suspend (try_wait); 2: relaxed. Refs: predicate,
+// address, state or parity.
+// A wait that fails returns false once; a warp that comes straight back to it sleeps until the phase
+// completes.
 Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   WarpState *s = state(w);
@@ -251,7 +272,8 @@ Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
     Mbarrier *b = cta ? mbar_find(w, op, cta, address & SMEM_OFFSET) : NULL;
     if (!b || !after_init(w, op, cta, b)) return ST_FAULT;
     uint32_t parity = op->sub & 1 ? REG32(w, refs[2])[l] : (uint32_t)(REG64(w, refs[2])[l] >> 32);
-    if (op->sub & 1 && parity > 1) return fault(w, op, FAULT_BARRIER, "waits for parity %u, which is neither 0 nor 1", parity);
+    if (op->sub & 1 && parity > 1)
+      return fault(w, op, FAULT_BARRIER, "waits for parity %u, which is neither 0 nor 1", parity);
     if (op->sub & 1 ? (b->phase & 1) != parity : b->phase != parity) {
       passed |= 1u << l;
       observe(w, b, op->sub);
@@ -260,7 +282,8 @@ Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
   }
   if (!passed && uniform) {
     const uint64_t serial = s->serial[w->current];
-    const int again = s->failed[w->current].op == op && s->failed[w->current].mask == mask && s->failed[w->current].serial + 1 == serial;
+    const int again = s->failed[w->current].op == op && s->failed[w->current].mask == mask &&
+        s->failed[w->current].serial + 1 == serial;
     s->failed[w->current].op = op, s->failed[w->current].mask = mask, s->failed[w->current].serial = serial;
     if (again) return block(w, op, &what);
   }
@@ -302,7 +325,8 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   Waiting *slot = &state(w)->wait[w->current];
   const uint32_t id = REG32(w, refs[0])[first_lane(mask)], kind = op->sub & 3;
-  if (id >= NAMED_BARRIERS) return fault(w, op, FAULT_BARRIER, "barrier %u: there are %u", id, NAMED_BARRIERS);
+  if (id >= NAMED_BARRIERS)
+    return fault(w, op, FAULT_BARRIER, "barrier %u: there are %u", id, NAMED_BARRIERS);
   NamedBarrier *b = &w->cta->named[id];
   if (slot->kind == WAIT_NAMED && slot->woken && slot->line == op->line) {
     slot->kind = WAIT_NONE;
@@ -315,10 +339,12 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
   const int counted = (op->sub & 4) != 0;
   uint32_t threads = counted ? REG32(w, refs[1])[first_lane(mask)] : w->cta->live_warps * LANES;
   if (!threads || threads % LANES || threads > w->launch->nwarps * LANES)
-    return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, which is no multiple of 32 within the CTA's %u", id, threads,
+    return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, which is no multiple of 32 within the "
+                 "CTA's %u", id, threads,
                  w->launch->nwarps * LANES);
   if (b->arrived && b->expected && counted && b->expected != threads)
-    return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, while others came to it with %u", id, threads, b->expected);
+    return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, while others came to it with %u", id,
+                 threads, b->expected);
   b->expected = threads;
   b->counted = (uint8_t)counted;
   if (tracing) trace_arrive(&b->stamp);
@@ -335,7 +361,8 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
   b->arrived += LANES;
   uint32_t generation = b->generation;
   if (b->arrived > threads)
-    return fault(w, op, FAULT_BARRIER, "barrier %u: %u threads arrive where %u are expected", id, b->arrived, threads);
+    return fault(w, op, FAULT_BARRIER, "barrier %u: %u threads arrive where %u are expected", id, b->arrived,
+                 threads);
   if (b->arrived == threads) {
     named_complete(w, b, id);
     if (kind == 1) return ST_NEXT;
@@ -353,7 +380,8 @@ static void cluster_complete(Cluster *c) {
   if (tracing) trace_complete(&c->cluster_stamp);
   c->arrived = 0;
   c->generation++;
-  if (c->launch->hazards) memcpy(clock_g(c, c->cluster_done), clock_g(c, c->cluster_cur), c->stride * sizeof *c->clocks);
+  if (c->launch->hazards)
+    memcpy(clock_g(c, c->cluster_done), clock_g(c, c->cluster_cur), c->stride * sizeof *c->clocks);
   wake(c, NULL, WAIT_CLUSTER, NULL, 0);
 }
 
@@ -376,7 +404,8 @@ Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
     if (++c->arrived == c->live_warps) cluster_complete(c);
     return ST_NEXT;
   }
-  if (!s->cluster_arrived) return fault(w, op, FAULT_BARRIER, "barrier.cluster.wait without barrier.cluster.arrive");
+  if (!s->cluster_arrived)
+    return fault(w, op, FAULT_BARRIER, "barrier.cluster.wait without barrier.cluster.arrive");
   if (s->cluster_generation == c->generation) return block(w, op, &(Waiting){.kind = WAIT_CLUSTER});
   s->cluster_arrived = 0;
   if (tracing) trace_pass(w, op, &c->cluster_stamp);
@@ -399,12 +428,13 @@ void barriers_warp_exit(Warp *w) {
   }
   if (!cta->live_warps) cta->exited = 1;
   if (w->launch->hazards && (s->bulk.used || s->bulk.done + 1 < s->bulk.open))
-    fault(w, NULL, FAULT_LEAK, "the warp exits while bulk copies may still read shared memory: cp.async.bulk.wait_group[.read] comes first");
+    fault(w, NULL, FAULT_LEAK, "the warp exits while bulk copies may still read shared memory: "
+          "cp.async.bulk.wait_group[.read] comes first");
 }
 
 // ---------------------------------------------------------------- fences, grid dependency, the rest
-// sub: 1 fence.proxy.async (what the generic proxy did becomes visible to the async proxy), 2 fence.mbarrier_init, 3 a memory
-// fence, 4 one of .cta scope; 0 orders nothing here.
+// sub: 1 fence.proxy.async (what the generic proxy did becomes visible to the async proxy), 2
+// fence.mbarrier_init, 3 a memory fence, 4 one of .cta scope; 0 orders nothing here.
 Status exec_fence(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   if (op->sub == 1) clock_proxy_fence(w);
@@ -434,7 +464,8 @@ Status exec_setmaxnreg(Warp *w, const Op *op, uint32_t mask) {
   const uint32_t wanted = (uint32_t)op->imm;
   if (op->sub ? wanted < s->registers : wanted > s->registers) {
     if (op->sub || w->launch->nwarps * LANES >= 256)
-      return fault(w, op, FAULT_ILLEGAL, "setmaxnreg.%s to %u registers, from at most %u", op->sub ? "inc" : "dec", wanted, s->registers);
+      return fault(w, op, FAULT_ILLEGAL, "setmaxnreg.%s to %u registers, from at most %u", op->sub ? "inc"
+                   : "dec", wanted, s->registers);
     return ST_NEXT;
   }
   if (op->sub) {

@@ -2,7 +2,8 @@
 #include "hazard.h"
 #include <string.h>
 
-// The response, opaque to programs: coordinates of the first CTA of the cluster that was cancelled, and 1; or zeros.
+// The response, opaque to programs: coordinates of the first CTA of the cluster that was cancelled, and 1; or
+// zeros.
 typedef struct { uint32_t ctaid[3], cancelled; } Response;
 
 // clusterlaunchcontrol.try_cancel. sub 1: to every CTA of the cluster. Refs: address, mbarrier.
@@ -35,8 +36,10 @@ Status run_clc(Async *a) {
   Response response = {{0, 0, 0}, 0};
   async_unlink(a);
   if (launch->next_cluster < launch->nclusters) {
-    const uint32_t id = launch->next_cluster++, nx = d->grid[0] / d->cluster[0], ny = d->grid[1] / d->cluster[1];
-    response = (Response){{id % nx * d->cluster[0], id / nx % ny * d->cluster[1], id / (nx * ny) * d->cluster[2]}, 1};
+    const uint32_t id = launch->next_cluster++, nx = d->grid[0] / d->cluster[0], ny = d->grid[1] /
+        d->cluster[1];
+    response = (Response){{id % nx * d->cluster[0], id / nx % ny * d->cluster[1], id / (nx * ny) *
+                           d->cluster[2]}, 1};
     launch->ncluster_done++;      // it never runs
   }
   for (uint32_t r = 0; r < launch->cluster_size; r++) {
@@ -49,8 +52,8 @@ Status run_clc(Async *a) {
   return ST_NEXT;
 }
 
-// clusterlaunchcontrol.query_cancel. sub 0: is_canceled (refs: response, predicate); 1-3: x, y, z; 4: all four words
-// (refs: response, registers).
+// clusterlaunchcontrol.query_cancel. sub 0: is_canceled (refs: response, predicate); 1-3: x, y, z; 4: all
+// four words (refs: response, registers).
 Status exec_clc_query(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   EACH_LANE(l, mask) {
@@ -60,7 +63,8 @@ Status exec_clc_query(Warp *w, const Op *op, uint32_t mask) {
       w->pred[refs[1]] = (w->pred[refs[1]] & ~(1u << l)) | (uint32_t)(words[3] != 0) << l;
       continue;
     }
-    for (uint32_t i = 0; i < (op->sub == 4 ? 4u : 1u); i++) REG32(w, refs[1 + i])[l] = words[op->sub == 4 ? i : op->sub - 1];
+    for (uint32_t i = 0; i < (op->sub == 4 ? 4u : 1u); i++)
+      REG32(w, refs[1 + i])[l] = words[op->sub == 4 ? i : op->sub - 1];
   }
   return ST_NEXT;
 }

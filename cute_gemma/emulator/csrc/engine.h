@@ -4,7 +4,8 @@
 #include "emu.h"
 
 #define SMEM_OFFSET 0xffffffu
-#define TMEM_COLUMNS 512            // PTX ISA, "Tensor Memory Addressing": 512 columns of 128 lanes of 32 bits
+// PTX ISA, "Tensor Memory Addressing": 512 columns of 128 lanes of 32 bits
+#define TMEM_COLUMNS 512
 #define TMEM_LANES 128
 #define NAMED_BARRIERS 16           // PTX ISA, barrier{.cta}: sixteen barriers per CTA
 #define MBAR_MAX_COUNT ((1 << 20) - 1)   // PTX ISA, mbarrier: pending count and tx-count stay within 2^20-1
@@ -14,11 +15,14 @@ typedef struct Cluster Cluster;
 typedef struct Async Async;
 
 // ---------------------------------------------------------------- happens-before clocks (hazard.c)
-// A clock holds, for every component (below), the last epoch that is ordered before its owner: `g` for the generic
-// proxy; `a` for what has also been made visible to the async proxy. A component counts the epochs of one agent.
-enum {                              // components of a warp; component index = kind * warps in the cluster + warp
+// A clock holds, for every component (below), the last epoch that is ordered before its owner: `g` for the
+// generic proxy; `a` for what has also been made visible to the async proxy. A component counts the epochs of
+// one agent.
+// components of a warp; component index = kind * warps in the cluster + warp
+enum {
   C_WARP, C_CP_ASYNC,               // what the generic proxy writes comes first: `a` covers only these two
-  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_REMOTE, C_PER_WARP   // mbarrier.init; acquires from other clusters
+  // mbarrier.init; acquires from other clusters
+  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_REMOTE, C_PER_WARP
 };
 typedef uint32_t ClockId;           // index into Cluster.clocks
 #define NO_CLOCK 0xffffffffu
@@ -27,7 +31,8 @@ typedef struct {
   uint32_t wepoch, repoch;          // epoch of the last write and of the last read
   uint32_t wline, rline;            // PTX lines of them
   uint16_t wcomp, rcomp;            // their components
-  uint16_t wmask, rmask;            // the sixteenths (bytes, or pairs of TMEM lanes) they touched; 0: no such access
+  // the sixteenths (bytes, or pairs of TMEM lanes) they touched; 0: no such access
+  uint16_t wmask, rmask;
   uint16_t init;                    // sixteenths that anything has written
   uint16_t gen;                     // the CTA that this entry belongs to; an older one means untouched
   uint8_t tag;                      // swizzle mode + 1 when TMA wrote it, else 0
@@ -50,14 +55,16 @@ typedef struct {                    // who touches memory, for the checks
 } Agent;
 
 // ---------------------------------------------------------------- barriers (barrier.c)
-typedef struct { uint64_t cur, done; } Stamp;     // timeline: the latest arrival of this phase; when the last one was complete
+// timeline: the latest arrival of this phase; when the last one was complete
+typedef struct { uint64_t cur, done; } Stamp;
 
 typedef struct {                    // an mbarrier
   uint32_t offset;                  // in shared memory; 0: this entry is free
   uint32_t expected, pending, phase;     // phase counts completed phases
   int32_t tx;
   uint32_t inflight;                // asynchronous copies issued for the current phase
-  uint32_t last_copy, observed;     // the last phase that copies were issued for; the last one that a warp saw complete
+  // the last phase that copies were issued for; the last one that a warp saw complete
+  uint32_t last_copy, observed;
   ClockId cur, done;                // joined from arrivals so far; the same at the last completion
   Stamp stamp;
   uint16_t comp;                    // component: its epoch is the number of completed phases
@@ -76,15 +83,18 @@ typedef struct {
 } NamedBarrier;
 
 // ---------------------------------------------------------------- a warp, a CTA, a cluster
-typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM, WAIT_WGMMA, WAIT_REGISTERS } WaitKind;
+typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM, WAIT_WGMMA,
+              WAIT_REGISTERS } WaitKind;
 
 typedef struct {                    // what a split waits for
   WaitKind kind; uint8_t woken;
-  uint32_t line, id, generation;    // WAIT_NAMED, WAIT_CLUSTER: the barrier and its generation when we arrived
+  // WAIT_NAMED, WAIT_CLUSTER: the barrier and its generation when we arrived
+  uint32_t line, id, generation;
   Mbarrier *mbar; Cta *mbar_cta; uint32_t parity;    // WAIT_MBAR
 } Waiting;
 
-typedef struct {                    // a completion mechanism that counts groups (bulk, cp.async, wgmma, tcgen05.ld/st)
+// a completion mechanism that counts groups (bulk, cp.async, wgmma, tcgen05.ld/st)
+typedef struct {
   uint32_t open;                    // sequence number of the group that operations join now; starts at 1
   uint32_t used;                    // operations in it
   uint32_t done;                    // every group up to here is known to be complete
@@ -98,7 +108,8 @@ typedef struct {                    // Warp.engine
   uint8_t ready, exited, cluster_arrived;
   uint32_t cluster_generation;
   Waiting wait[LANES];              // by split
-  // by split: engine operations so far, and a wait that failed, to put the split to sleep when it comes straight back to it
+  // by split: engine operations so far, and a wait that failed, to put the split to sleep when it comes
+  // straight back to it
   uint64_t operations, serial[LANES];
   struct { const Op *op; uint32_t mask; uint64_t serial; } failed[LANES];
   Async *tmem_ld;                   // queued tcgen05.ld, newest first
@@ -109,7 +120,8 @@ typedef struct {                    // Warp.engine
   ClockId tensor_clock;             // strict checks: what a tcgen05.fence::after_thread_sync has ordered
   uint32_t acquires;                // of what other clusters released
   struct Snapshot *fenced_snapshot;
-  struct Knowledge *fenced_known, *seen;   // released by a fence; seen by relaxed reads, to be acquired by a fence
+  // released by a fence; seen by relaxed reads, to be acquired by a fence
+  struct Knowledge *fenced_known, *seen;
   uint32_t ok_instance, ok_epoch, ok_comp;   // a remote write that is known to be ordered
   uint32_t arrivals;                // queued arrivals at barriers of other CTAs
   ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
@@ -130,7 +142,8 @@ struct Cta {
   uint16_t gen;
   Async *pipe_head, *pipe_tail;              // queued tensor operations, in order
   uint32_t free_registers;                   // of the CTA's pool, given up by setmaxnreg.dec
-  uint32_t grid_waited, tmem_group;          // tmem_group: 1 + whether allocations are for a pair; 0: none yet
+  // tmem_group: 1 + whether allocations are for a pair; 0: none yet
+  uint32_t grid_waited, tmem_group;
   uint32_t last_d, last_d_epoch, last_d_comp, last_d_columns, last_d_warp;   // the accumulator checked last
 };
 
@@ -152,7 +165,8 @@ struct Cluster {
 
 // ---------------------------------------------------------------- queued operations
 typedef enum {
-  A_TMA_LOAD, A_TMA_STORE, A_BULK_LOAD, A_BULK_STORE, A_BULK_DSMEM, A_ARRIVE, A_CP_ASYNC, A_MMA, A_COMMIT, A_TMEM_CP, A_TMEM_LD,
+  A_TMA_LOAD, A_TMA_STORE, A_BULK_LOAD, A_BULK_STORE, A_BULK_DSMEM, A_ARRIVE, A_CP_ASYNC, A_MMA, A_COMMIT,
+      A_TMEM_CP, A_TMEM_LD,
   A_TMEM_ST, A_WGMMA, A_CLC
 } AsyncKind;
 
@@ -198,7 +212,8 @@ struct Launch {
 static inline WarpState *state(const Warp *w) { return (WarpState *)w->engine; }
 static inline Cluster *cluster_of(const Warp *w) { return w->cta->cluster; }
 static inline uint32_t first_lane(uint32_t mask) { return (uint32_t)__builtin_ctz(mask); }
-#define EACH_LANE(l, mask) for (uint32_t _m = (mask), l; _m && (l = (uint32_t)__builtin_ctz(_m), 1); _m &= _m - 1)
+#define EACH_LANE(l, mask) \
+  for (uint32_t _m = (mask), l; _m && (l = (uint32_t)__builtin_ctz(_m), 1); _m &= _m - 1)
 
 // sched.c
 uint64_t next_random(Launch *launch);
@@ -206,17 +221,22 @@ Async *async_new(Launch *launch, AsyncKind kind, Warp *w, const Op *op);
 void async_free(Launch *launch, Async *a);
 Status async_issue(Async *a);                       // queues it, or runs it at once under the eager policy
 void async_unlink(Async *a);
-Status async_run(Async *a);                         // completes it (frees it, or leaves it queued for its next step)
-Status block(Warp *w, const Op *op, const Waiting *what);  // puts the current split to sleep; returns ST_BLOCK
+// completes it (frees it, or leaves it queued for its next step)
+Status async_run(Async *a);
+// puts the current split to sleep; returns ST_BLOCK
+Status block(Warp *w, const Op *op, const Waiting *what);
 void wake(Cluster *c, const Cta *cta, WaitKind kind, const void *what, uint32_t id);   // cta NULL: any
 void made_progress(Launch *launch);
 
 // memory.c
 int global_check(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write);    // 0 when it faulted
 int grid_waited(Warp *w);            // griddepcontrol.wait is ordered before here, or nothing needs it
-int global_check_async(const Async *a, uint64_t address, uint64_t bytes, int write);   // as of when it was issued
-Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint32_t align, int any_rank);  // NULL: fault
-Status exec_ld(Warp *, const Op *, uint32_t), exec_st(Warp *, const Op *, uint32_t), exec_atom(Warp *, const Op *, uint32_t);
+// as of when it was issued
+int global_check_async(const Async *a, uint64_t address, uint64_t bytes, int write);
+// NULL: fault
+Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint32_t align, int any_rank);
+Status exec_ld(Warp *, const Op *, uint32_t), exec_st(Warp *, const Op *, uint32_t), exec_atom(Warp *,
+    const Op *, uint32_t);
 Status exec_ldmatrix(Warp *, const Op *, uint32_t), exec_stmatrix(Warp *, const Op *, uint32_t);
 Status exec_mapa(Warp *, const Op *, uint32_t), exec_prefetch(Warp *, const Op *, uint32_t);
 Status exec_cp_async(Warp *, const Op *, uint32_t), exec_cp_commit(Warp *, const Op *, uint32_t);
@@ -225,9 +245,11 @@ Status run_cp_async(Async *a);
 
 // barrier.c
 Mbarrier *mbar_find(Warp *w, const Op *op, Cta *cta, uint32_t offset);     // NULL: fault
-Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t count, int32_t tx, ClockId clock, int drop);
+Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t count, int32_t tx,
+                   ClockId clock, int drop);
 int mbar_init_fenced(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b);
-Status mbar_copy_issued(Warp *w, const Op *op, Cta *cta, uint32_t offset, Agent *agent);   // stamps agent with (barrier, phase)
+// stamps agent with (barrier, phase)
+Status mbar_copy_issued(Warp *w, const Op *op, Cta *cta, uint32_t offset, Agent *agent);
 Status mbar_copy_done(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t bytes);
 Status run_arrive(Async *a);
 Status exec_mbar_init(Warp *, const Op *, uint32_t), exec_mbar_inval(Warp *, const Op *, uint32_t);

@@ -1,4 +1,5 @@
-// Footprints: unique sectors read and written, kept for the next launch's check of programmatic dependent launch.
+// Footprints: unique sectors read and written, kept for the next launch's check of programmatic dependent
+// launch.
 #include "footprint.h"
 #include <stdlib.h>
 
@@ -14,7 +15,8 @@ Footprint *footprint_new(const LaunchDesc *desc) {
     const Region *g = &desc->regions[i];
     if (!g->size) continue;
     FootprintRegion *r = &f->region[f->n++];
-    *r = (FootprintRegion){.base = g->base, .size = g->size, .words = (g->size + 2 * SECTOR) / SECTOR / 64 + 1, .writable = g->writable};
+    *r = (FootprintRegion){.base = g->base, .size = g->size, .words = (g->size + 2 * SECTOR) / SECTOR / 64 +
+                           1, .writable = g->writable};
     r->bits[0] = calloc(r->words, sizeof(uint64_t));
     r->bits[1] = calloc(r->words, sizeof(uint64_t));
   }
@@ -26,7 +28,8 @@ void footprint_count(const Footprint *f, uint64_t *read, uint64_t *written) {
   uint64_t n[2] = {0, 0};
   for (uint32_t i = 0; i < f->n; i++)
     for (int k = 0; k < 2; k++)
-      for (uint64_t j = 0; j < f->region[i].words; j++) n[k] += (uint64_t)__builtin_popcountll(f->region[i].bits[k][j]);
+      for (uint64_t j = 0; j < f->region[i].words; j++)
+        n[k] += (uint64_t)__builtin_popcountll(f->region[i].bits[k][j]);
   *read = n[0];
   *written = n[1];
 }

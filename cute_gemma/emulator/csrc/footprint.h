@@ -4,17 +4,21 @@
 #include "engine.h"
 
 #define SECTOR 32u
-typedef struct { uint64_t base, size, words; uint64_t *bits[2]; uint32_t writable; struct SectorWrite *writes; } FootprintRegion;   // bits[written]; writes: this launch's, by sector
+// bits[written]; writes: this launch's, by sector
+typedef struct { uint64_t base, size,
+                words; uint64_t *bits[2]; uint32_t writable; struct SectorWrite *writes; } FootprintRegion;
 typedef struct Footprint { uint32_t n; FootprintRegion *region; } Footprint;
 
 Footprint *footprint_new(const LaunchDesc *desc);        // regions sorted by address
-void footprint_forget_writes(Footprint *f);              // who wrote which sector matters within the launch only
+// who wrote which sector matters within the launch only
+void footprint_forget_writes(Footprint *f);
 void footprint_count(const Footprint *f, uint64_t *read, uint64_t *written);
 // 1 if [address, address + bytes) touches a sector that f has in bits[written]
 int footprint_hit(const Footprint *f, uint64_t address, uint64_t bytes, int written);
 
 static inline void footprint_mark(FootprintRegion *r, uint64_t address, uint64_t bytes, int written) {
-  uint64_t first = (address - r->base + r->base % SECTOR) / SECTOR, last = (address + bytes - 1 - r->base + r->base % SECTOR) / SECTOR;
+  uint64_t first = (address - r->base + r->base % SECTOR) / SECTOR, last = (address + bytes - 1 - r->base +
+      r->base % SECTOR) / SECTOR;
   for (uint64_t i = first; i <= last;) {
     uint64_t end = i | 63, n = (end < last ? end : last) - i + 1;
     r->bits[written][i / 64] |= (n == 64 ? ~0ull : (1ull << n) - 1) << (i % 64);

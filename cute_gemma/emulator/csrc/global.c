@@ -1,4 +1,5 @@
-// Global memory: bounds, footprints, the check of programmatic launches, and the order of ordinary accesses of different CTAs:
+// Global memory: bounds, footprints, the check of programmatic launches, and the order of ordinary accesses
+// of different CTAs:
 // what one CTA writes and another reads needs a release and an acquire (PTX ISA, "Memory Consistency Model").
 #include "global.h"
 #include "hazard.h"
@@ -40,9 +41,11 @@ int grid_waited(Warp *w) {
 
 static int pdl_hazard(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write) {
   Launch *launch = w->launch;
-  int theirs = footprint_hit(launch->previous, address, bytes, 1) ? 1 : write && footprint_hit(launch->previous, address, bytes, 0) ? 2 : 0;
+  int theirs = footprint_hit(launch->previous, address, bytes, 1) ? 1 : write &&
+      footprint_hit(launch->previous, address, bytes, 0) ? 2 : 0;
   if (!theirs) return 0;
-  fault(w, op, FAULT_PDL, "%s global memory at 0x%llx, which the launch before %s, without griddepcontrol.wait before it",
+  fault(w, op, FAULT_PDL, "%s global memory at 0x%llx, which the launch before %s, without "
+        "griddepcontrol.wait before it",
         write ? "writes" : "reads", (unsigned long long)address, theirs == 1 ? "wrote" : "read");
   return 1;
 }
@@ -195,7 +198,8 @@ static int remote_ordered(Warp *w, const SectorWrite *x) {
   if (s->ok_instance == x->instance && s->ok_comp == x->comp && s->ok_epoch >= x->epoch) return 1;
   for (uint32_t i = 0; i < c->remote->n; i++) {
     const Remote *r = &c->remote->item[i];
-    if (r->snapshot->instance != x->instance || r->snapshot->v[x->comp] < x->epoch || !visible(w, r)) continue;
+    if (r->snapshot->instance != x->instance || r->snapshot->v[x->comp] < x->epoch || !visible(w, r))
+      continue;
     s->ok_instance = x->instance, s->ok_comp = x->comp, s->ok_epoch = r->snapshot->v[x->comp];
     return 1;
   }
@@ -205,15 +209,19 @@ static int remote_ordered(Warp *w, const SectorWrite *x) {
 static int unordered(Warp *w, const Op *op, uint64_t address, const SectorWrite *x) {
   const LaunchDesc *d = w->launch->desc;
   const uint32_t id = x->instance - 1, nx = d->grid[0] / d->cluster[0], ny = d->grid[1] / d->cluster[1];
-  const uint32_t index = x->comp % cluster_of(w)->nwarps, per = w->launch->nwarps, bulk = x->comp / cluster_of(w)->nwarps == C_BULK_WRITE;
-  fault(w, op, FAULT_RACE, "reads global memory at 0x%llx, which %swarp %u of cluster (%u,%u,%u), CTA rank %u, wrote in this launch, with nothing "
-        "that orders the two: %sa release (or a fence and a relaxed write) there and an acquire here must come between", (unsigned long long)address,
+  const uint32_t index = x->comp % cluster_of(w)->nwarps, per = w->launch->nwarps, bulk = x->comp /
+      cluster_of(w)->nwarps == C_BULK_WRITE;
+  fault(w, op, FAULT_RACE, "reads global memory at 0x%llx, which %swarp %u of cluster (%u,%u,%u), CTA rank "
+        "%u, wrote in this launch, with nothing "
+        "that orders the two: %sa release (or a fence and a relaxed write) there and an acquire here must "
+            "come between", (unsigned long long)address,
         bulk ? "a bulk copy of " : "", index % per, id % nx, id / nx % ny, id / (nx * ny), index / per,
         bulk ? "cp.async.bulk.wait_group and " : "");
   return 0;
 }
 
-static uint32_t sector_bytes(uint64_t sector, uint64_t low, uint64_t high) {      // bytes of [low, high) in a sector
+// bytes of [low, high) in a sector
+static uint32_t sector_bytes(uint64_t sector, uint64_t low, uint64_t high) {
   uint64_t first = low > sector ? low - sector : 0, last = high < sector + SECTOR ? high - sector : SECTOR;
   return (last - first == SECTOR ? FULL : (1u << (last - first)) - 1) << first;
 }
@@ -222,18 +230,21 @@ static int read_order(Warp *w, const Op *op, FootprintRegion *r, uint64_t addres
   const uint64_t start = r->base - r->base % SECTOR;
   for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR) {
     const SectorWrite *x = &r->writes[(s - start) / SECTOR];
-    if (x->mask & sector_bytes(s, address, address + bytes) && !remote_ordered(w, x)) return unordered(w, op, address, x);
+    if (x->mask & sector_bytes(s, address, address + bytes) && !remote_ordered(w, x))
+      return unordered(w, op, address, x);
   }
   return 1;
 }
 
-static void note_write(Warp *w, FootprintRegion *r, uint64_t address, uint64_t bytes, Strength how, const Async *a) {
+static void note_write(Warp *w, FootprintRegion *r, uint64_t address, uint64_t bytes, Strength how,
+                       const Async *a) {
   if (!r->writes) {
     if (how == STRONG) return;
     r->writes = calloc(r->words * 64, sizeof *r->writes);      // pages that nothing writes cost nothing
   }
   const Cluster *c = cluster_of(w);
-  SectorWrite x = {.instance = c->instance, .comp = (uint16_t)warp_comp(w, how == ASYNC ? C_BULK_WRITE : C_WARP)};
+  SectorWrite x = {.instance = c->instance, .comp = (uint16_t)warp_comp(w, how == ASYNC ? C_BULK_WRITE
+      : C_WARP)};
   x.epoch = how == ASYNC ? a->copy.group : clock_g(c, state(w)->clock)[x.comp];
   const uint64_t start = r->base - r->base % SECTOR;
   for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR) {
@@ -243,7 +254,8 @@ static void note_write(Warp *w, FootprintRegion *r, uint64_t address, uint64_t b
       old->mask &= ~mask;
       continue;
     }
-    x.mask = old->instance == x.instance && old->comp == x.comp && old->epoch == x.epoch ? old->mask | mask : mask;
+    x.mask = old->instance == x.instance && old->comp == x.comp && old->epoch == x.epoch ? old->mask | mask
+        : mask;
     *old = x;
   }
 }
@@ -259,17 +271,20 @@ int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t byte
 }
 
 // ---------------------------------------------------------------- the access
-int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited, Strength how, const Async *a) {
+int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited,
+                  Strength how, const Async *a) {
   Launch *launch = w->launch;
   FootprintRegion *r = region_of(launch, address, bytes);
   if (!r) {
     if (!write && in_params(launch, address, bytes)) return 1;
-    fault(w, op, FAULT_MEMORY, "%s %llu bytes of global memory at 0x%llx, outside every tensor of the launch", write ? "writes" : "reads",
+    fault(w, op, FAULT_MEMORY, "%s %llu bytes of global memory at 0x%llx, outside every tensor of the "
+          "launch", write ? "writes" : "reads",
           (unsigned long long)bytes, (unsigned long long)address);
     return 0;
   }
   if (write && !r->writable) {
-    fault(w, op, FAULT_MEMORY, "writes global memory at 0x%llx, which is read-only", (unsigned long long)address);
+    fault(w, op, FAULT_MEMORY, "writes global memory at 0x%llx, which is read-only",
+          (unsigned long long)address);
     return 0;
   }
   if (!waited && pdl_hazard(w, op, address, bytes, write)) return 0;

@@ -22,14 +22,18 @@ typedef struct GlobalSync {         // addresses through which CTAs synchronise
   Snapshot *snapshots;
 } GlobalSync;
 
-typedef struct { Snapshot *snapshot; uint32_t warp, epoch; } Remote;   // known to whoever has `epoch` of that warp's C_REMOTE
+// known to whoever has `epoch` of that warp's C_REMOTE
+typedef struct { Snapshot *snapshot; uint32_t warp, epoch; } Remote;
 typedef struct RemoteList { uint32_t n, cap; Remote *item; } RemoteList;
 
 typedef enum { WEAK, STRONG, ASYNC } Strength;
 
-int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited, Strength how, const Async *a);
-int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t bytes);   // order of an asynchronous read, at its issue
-int global_written(Launch *launch, uint64_t address);    // anything in the region of `address` was written in this launch
+int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited,
+                  Strength how, const Async *a);
+// order of an asynchronous read, at its issue
+int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t bytes);
+// anything in the region of `address` was written in this launch
+int global_written(Launch *launch, uint64_t address);
 void global_release(Warp *w, uint64_t address, int fenced_only);
 void global_acquire(Warp *w, uint64_t address, int needs_fence);
 void global_fence(Warp *w);

@@ -131,8 +131,9 @@ Agent agent_of(Warp *w, const Op *op) {
 }
 
 // ---------------------------------------------------------------- tcgen05 fences
-// PTX ISA, "tcgen05.fence": without strict checks a wait alone orders a warp's tcgen05 operations for what it releases, and an
-// acquire alone orders those of others before its own; widely used kernels leave the fences out.
+// PTX ISA, "tcgen05.fence": without strict checks a wait alone orders a warp's tcgen05 operations for what it
+// releases, and an acquire alone orders those of others before its own; widely used kernels leave the fences
+// out.
 Agent tensor_agent(Warp *w, const Op *op) {
   Agent x = agent_of(w, op);
   if (w->launch->hazards < 2) return x;
@@ -161,7 +162,8 @@ void tensor_fence(Warp *w, int after) {
 
 // ---------------------------------------------------------------- reports
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size) {
-  static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ", "a bulk copy (writing) of ",
+  static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ",
+                                      "a bulk copy (writing) of ",
                                       "tcgen05.ld of ", "tcgen05.st of ", "wgmma of ", "", ""};
   const uint32_t n = c->nwarps, per = c->nwarps / c->launch->cluster_size;
   if (comp < C_PER_WARP * n) {
@@ -179,7 +181,8 @@ void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_
   for (uint32_t r = 0; r < c->launch->cluster_size; r++)
     for (uint32_t i = 0; i < c->ctas[r].nmbars; i++)
       if (c->ctas[r].mbars[i].comp == comp) {
-        snprintf(out, size, "an asynchronous copy that signals phase %u of the mbarrier at 0x%x of CTA rank %u", epoch - 1,
+        snprintf(out, size, "an asynchronous copy that signals phase %u of the mbarrier at 0x%x of CTA rank "
+                 "%u", epoch - 1,
                  c->ctas[r].mbars[i].offset, r);
         return;
       }
@@ -192,19 +195,25 @@ static void place(const Cta *cta, const Shadow *s, uint32_t mask, char *out, siz
     snprintf(out, size, "shared memory at offset 0x%x of CTA rank %u", at, cta->rank);
   } else {
     uint32_t i = (uint32_t)(s - cta->tmem_shadow);
-    snprintf(out, size, "TMEM column %u, lanes %u-%u, of CTA rank %u", i / 4, i % 4 * 32, i % 4 * 32 + 31, cta->rank);
+    snprintf(out, size, "TMEM column %u, lanes %u-%u, of CTA rank %u", i / 4, i % 4 * 32, i % 4 * 32 + 31,
+             cta->rank);
   }
 }
 
 static const char *missing(const Cluster *c, uint32_t comp) {
   if (c->launch->hazards > 1 && (comp / c->nwarps == C_TMEM_LD || comp / c->nwarps == C_TMEM_ST))
-    return "tcgen05.wait and tcgen05.fence::before_thread_sync (advice) by that warp, then a barrier, must come between";
+    return "tcgen05.wait and tcgen05.fence::before_thread_sync (advice) by that warp, then a barrier, must "
+        "come between";
   switch (comp / c->nwarps) {
-    case C_CP_ASYNC: return "cp.async.wait_group, or an mbarrier that cp.async.mbarrier.arrive signals, must come between";
-    case C_BULK_READ: return "cp.async.bulk.wait_group[.read] by that warp, then a barrier, must come between";
+    case C_CP_ASYNC: return "cp.async.wait_group, or an mbarrier that cp.async.mbarrier.arrive signals, must "
+        "come between";
+    case C_BULK_READ: return "cp.async.bulk.wait_group[.read] by that warp, then a barrier, must come "
+        "between";
     case C_BULK_WRITE: return "cp.async.bulk.wait_group by that warp, then a barrier, must come between";
-    case C_TMEM_LD: return "tcgen05.wait::ld by that warp, before the barrier or arrive that hands the TMEM on, must come between";
-    case C_TMEM_ST: return "tcgen05.wait::st by that warp, before the barrier or arrive that hands the TMEM on, must come between";
+    case C_TMEM_LD: return "tcgen05.wait::ld by that warp, before the barrier or arrive that hands the TMEM "
+        "on, must come between";
+    case C_TMEM_ST: return "tcgen05.wait::st by that warp, before the barrier or arrive that hands the TMEM "
+        "on, must come between";
     case C_WGMMA: return "wgmma.wait_group by that warp must come between";
   }
   if (comp < C_PER_WARP * c->nwarps) return "a barrier must come between";
@@ -213,26 +222,31 @@ static const char *missing(const Cluster *c, uint32_t comp) {
              : "waiting for that phase must come between";
 }
 
-static int conflict(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x, uint16_t comp, uint32_t epoch,
+static int conflict(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x, uint16_t comp,
+                    uint32_t epoch,
                     uint32_t line, int other_write) {
   const Cluster *c = cta->cluster;
   char where[96], who[128];
   place(cta, s, mask, where, sizeof where);
   comp_name(c, comp, epoch, who, sizeof who);
   if (x->unfenced && x->unfenced[comp] >= epoch) {
-    fault(x->warp, x->op, FAULT_RACE, "advice: %s: %s what %s %s at PTX line %u; they are ordered, but no tcgen05.fence::after_thread_sync "
-          "follows the wait that orders them", where, write ? "writes" : "reads", who, other_write ? "wrote" : "read", line);
+    fault(x->warp, x->op, FAULT_RACE, "advice: %s: %s what %s %s at PTX line %u; they are ordered, but no "
+          "tcgen05.fence::after_thread_sync "
+          "follows the wait that orders them", where, write ? "writes" : "reads", who, other_write ? "wrote"
+              : "read", line);
     return 0;
   }
   const char *me = write ? "writes" : "reads", *did = other_write ? "wrote" : "read";
   if (x->async && generic_comp(c, comp) && x->g[comp] >= epoch)
     fault(x->warp, x->op, FAULT_PROXY_FENCE,
-          "%s: %s through the async proxy what %s %s through the generic proxy at PTX line %u; they are ordered, but no "
+          "%s: %s through the async proxy what %s %s through the generic proxy at PTX line %u; they are "
+              "ordered, but no "
           "fence.proxy.async comes between", where, me, who, did, line);
   else {
     char self[128];
     comp_name(c, x->comp, x->epoch, self, sizeof self);
-    fault(x->warp, x->op, FAULT_RACE, "race in %s: %s %s what %s %s at PTX line %u, with nothing that orders the two; %s",
+    fault(x->warp, x->op, FAULT_RACE, "race in %s: %s %s what %s %s at PTX line %u, with nothing that orders "
+          "the two; %s",
           where, self, me, who, did, line, missing(c, comp));
   }
   return 0;
@@ -293,7 +307,8 @@ static int extra_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agen
   for (uint32_t i = e->count; i-- > (write ? 0 : e->writes);) {
     Access *o = &e->item[i];
     int same = o->comp == x->comp && o->epoch == x->epoch;
-    if (!write && !same && !access_before(c, x, o->comp, o->epoch, 0)) continue;   // a concurrent reader stays
+    // a concurrent reader stays
+    if (!write && !same && !access_before(c, x, o->comp, o->epoch, 0)) continue;
     o->mask &= (uint16_t)~mask;
     if (!o->mask) extra_remove(e, i);
   }
@@ -311,7 +326,9 @@ static int extra_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agen
 static int spill(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
   Extra *e = extra_new(cta->cluster, s);
   if (!e) {                       // out of entries: keep the newest access only (misses races, invents none)
-    if (write) s->wcomp = x->comp, s->wepoch = x->epoch, s->wline = x->line, s->wmask = (uint16_t)mask, s->init |= (uint16_t)mask;
+    if (write)
+      s->wcomp = x->comp, s->wepoch = x->epoch, s->wline = x->line, s->wmask = (uint16_t)mask,
+          s->init |= (uint16_t)mask;
     else s->rcomp = x->comp, s->repoch = x->epoch, s->rline = x->line, s->rmask = (uint16_t)mask;
     return 1;
   }
@@ -331,8 +348,10 @@ int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
   const Cluster *c = cta->cluster;
   if (s->gen != cta->gen) *s = (Shadow){.gen = cta->gen};
   if (s->barrier && mask & ((s->barrier & 1 ? 0xffu : 0) | (s->barrier & 2 ? 0xff00u : 0))) {
-    fault(x->warp, x->op, FAULT_BARRIER, "%s the bytes of the mbarrier at offset 0x%x of CTA rank %u; mbarrier.inval comes first",
-          write ? "writes" : "reads", (uint32_t)(s - cta->smem_shadow) * GRANULE + (mask & 0xff && s->barrier & 1 ? 0 : 8), cta->rank);
+    fault(x->warp, x->op, FAULT_BARRIER, "%s the bytes of the mbarrier at offset 0x%x of CTA rank %u; "
+          "mbarrier.inval comes first",
+          write ? "writes" : "reads", (uint32_t)(s - cta->smem_shadow) * GRANULE + (mask & 0xff &&
+              s->barrier & 1 ? 0 : 8), cta->rank);
     return 0;
   }
   if (!write && (mask & ~(uint32_t)s->init)) return uninitialised(cta, s, mask, x);
@@ -368,7 +387,8 @@ int smem_touch(Cta *cta, uint32_t offset, uint32_t bytes, int write, const Agent
   return 1;
 }
 
-int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint32_t mask, int write, const Agent *x) {
+int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint32_t mask, int write,
+               const Agent *x) {
   for (uint32_t i = 0; i < count; i++)
     if (!shadow_touch(cta, &cta->tmem_shadow[(column + i) * 4 + quarter], mask, write, x)) return 0;
   return 1;

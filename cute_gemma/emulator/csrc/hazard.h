@@ -1,5 +1,6 @@
-// Happens-before checks: vector clocks in the manner of FastTrack (Flanagan and Freund, PLDI 2009), with a second clock
-// for what has been made visible to the async proxy (PTX ISA, "Memory Consistency Model: Proxies").
+// Happens-before checks: vector clocks in the manner of FastTrack (Flanagan and Freund, PLDI 2009), with a
+// second clock for what has been made visible to the async proxy (PTX ISA, "Memory Consistency Model:
+// Proxies").
 #ifndef CUTE_GEMMA_HAZARD_H
 #define CUTE_GEMMA_HAZARD_H
 #include "engine.h"
@@ -12,7 +13,9 @@ static inline uint32_t warp_comp(const Warp *w, uint32_t kind) {
   return kind * w->cta->cluster->nwarps + state(w)->index;
 }
 static inline uint32_t pipe_comp(const Cta *cta) { return C_PER_WARP * cta->cluster->nwarps + cta->rank; }
-static inline uint32_t grid_comp(const Cluster *c) { return C_PER_WARP * c->nwarps + c->launch->cluster_size; }
+static inline uint32_t grid_comp(const Cluster *c) {
+  return C_PER_WARP * c->nwarps + c->launch->cluster_size;
+}
 static inline int generic_comp(const Cluster *c, uint32_t comp) { return comp < 2 * c->nwarps; }
 
 int clocks_init(Cluster *c);
@@ -22,7 +25,8 @@ void clock_free(Cluster *c, ClockId id);
 void clock_join(Cluster *c, ClockId into, ClockId from);
 ClockId clock_snapshot(Warp *w);                          // NO_CLOCK with hazards off
 uint16_t comp_new(Cluster *c);
-void clock_publish(Warp *w);                              // later accesses of the warp are not part of what it released
+// later accesses of the warp are not part of what it released
+void clock_publish(Warp *w);
 void clock_release(Warp *w, ClockId into);                // into |= warp's clock, then publish
 void clock_acquire(Warp *w, ClockId from);
 void clock_fence(Warp *w);
@@ -30,23 +34,28 @@ void clock_release_relaxed(Warp *w, ClockId into);
 void clock_proxy_fence(Warp *w);
 
 Agent agent_of(Warp *w, const Op *op);                    // the warp's own accesses through the generic proxy
-Agent tensor_agent(Warp *w, const Op *op);                // the same for TMEM; strict checks want tcgen05 fences
+// the same for TMEM; strict checks want tcgen05 fences
+Agent tensor_agent(Warp *w, const Op *op);
 void tensor_fence(Warp *w, int after);                    // tcgen05.fence::before/after_thread_sync
 void tensor_waited(Warp *w, uint32_t kind, uint32_t epoch);       // tcgen05.wait: kind C_TMEM_LD or C_TMEM_ST
 int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x);
 int smem_touch(Cta *cta, uint32_t offset, uint32_t bytes, int write, const Agent *x);     // 0: it faulted
-int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint32_t mask, int write, const Agent *x);
+int tmem_touch(Cta *cta, uint32_t quarter, uint32_t column, uint32_t count, uint32_t mask, int write,
+               const Agent *x);
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size);
 int warp_ordered(Warp *w, uint32_t comp, uint32_t epoch);  // 1 with hazards off
 
-// Whether an earlier access is ordered before x. What the generic proxy wrote has to be visible to the async proxy too.
-static inline int access_before(const Cluster *c, const Agent *x, uint32_t comp, uint32_t epoch, int other_write) {
+// Whether an earlier access is ordered before x. What the generic proxy wrote has to be visible to the async
+// proxy too.
+static inline int access_before(const Cluster *c, const Agent *x, uint32_t comp, uint32_t epoch,
+                                int other_write) {
   if (comp == x->comp && x->fifo) return 1;
   if (x->async && other_write && generic_comp(c, comp)) return x->a[comp] >= epoch;
   return x->g[comp] >= epoch;
 }
 
-// One shadow entry. The common cases are decided here; whatever is left, conflicts included, goes to shadow_slow.
+// One shadow entry. The common cases are decided here; whatever is left, conflicts included, goes to
+// shadow_slow.
 static inline int shadow_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
   if (s->gen == cta->gen && !s->more && !s->barrier) {
     const int mine = s->wcomp == x->comp && s->wepoch == x->epoch;
@@ -59,7 +68,8 @@ static inline int shadow_touch(Cta *cta, Shadow *s, uint32_t mask, int write, co
       }
       if (mask == ALL16 && (!s->wmask || access_before(cta->cluster, x, s->wcomp, s->wepoch, 1)) &&
           (!s->rmask || access_before(cta->cluster, x, s->rcomp, s->repoch, 0))) {
-        *s = (Shadow){.wepoch = x->epoch, .wline = x->line, .wcomp = x->comp, .wmask = ALL16, .init = ALL16, .gen = s->gen, .tag = x->tag};
+        *s = (Shadow){.wepoch = x->epoch, .wline = x->line, .wcomp = x->comp, .wmask = ALL16, .init = ALL16,
+                      .gen = s->gen, .tag = x->tag};
         return 1;
       }
     } else if (!(mask & ~(uint32_t)s->init)) {

@@ -14,7 +14,8 @@ Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint
     return NULL;
   }
   if (offset < SMEM_RESERVED || offset + bytes > c->launch->smem_end) {
-    fault(w, op, FAULT_MEMORY, "shared address 0x%x, %u bytes: outside the CTA's shared memory, 0x%x..0x%x", address, bytes, SMEM_RESERVED,
+    fault(w, op, FAULT_MEMORY, "shared address 0x%x, %u bytes: outside the CTA's shared memory, 0x%x..0x%x",
+          address, bytes, SMEM_RESERVED,
           c->launch->smem_end);
     return NULL;
   }
@@ -30,7 +31,8 @@ Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint
   return cta;
 }
 
-// Wavefronts: in each group of lanes that together ask for 128 bytes, the largest number of distinct words in one bank.
+// Wavefronts: in each group of lanes that together ask for 128 bytes, the largest number of distinct words in
+// one bank.
 void count_wavefronts(LaunchResult *r, const uint32_t *offset, uint32_t mask, uint32_t size) {
   uint32_t unit = size < 4 ? 4 : size, lanes = 128 / unit, banks = 128 / unit;
   for (uint32_t first = 0; first < LANES; first += lanes) {
@@ -62,7 +64,8 @@ static int strong_touch(Cta *cta, Shadow *s, uint32_t mask, int write, Agent *x)
 }
 
 // Checks the lanes' accesses, those of one granule together.
-static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t bytes, int write, int strong) {
+static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t bytes, int write,
+                          int strong) {
   Agent x = agent_of(w, op);
   if (strong) x.tag = TAG_STRONG;
   Cta *cta = NULL;
@@ -72,7 +75,8 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
       uint32_t stop = (at | (GRANULE - 1)) + 1, n = (stop < end ? stop : end) - at;
       if (bits && (r->cta[l] != cta || at / GRANULE != granule)) {
         Shadow *s = &cta->smem_shadow[granule];
-        if (!(strong ? strong_touch(cta, s, bits, write, &x) : shadow_touch(cta, s, bits, write, &x))) return 0;
+        if (!(strong ? strong_touch(cta, s, bits, write, &x) : shadow_touch(cta, s, bits, write, &x)))
+          return 0;
         bits = 0;
       }
       cta = r->cta[l];
@@ -86,13 +90,15 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
 }
 
 // ---------------------------------------------------------------- resolving addresses
-static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes, int write, Strength how, Resolved *out) {
+static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes,
+                          int write, Strength how, Resolved *out) {
   const int waited = grid_waited(w);
   uint64_t run = 0, run_bytes = 0;
   EACH_LANE(l, mask) {
     uint64_t a = address[l] + (uint64_t)op->imm;
     if (a & (bytes - 1)) {
-      fault(w, op, FAULT_MISALIGNED, "lane %u: global address 0x%llx is no multiple of %u", l, (unsigned long long)a, bytes);
+      fault(w, op, FAULT_MISALIGNED, "lane %u: global address 0x%llx is no multiple of %u", l,
+            (unsigned long long)a, bytes);
       return 0;
     }
     out->at[l] = (uint8_t *)a;
@@ -107,7 +113,8 @@ static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32
   return !run_bytes || global_access(w, op, run, run_bytes, write, waited, how, NULL);
 }
 
-static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, uint32_t bytes, int any_rank, Resolved *out) {
+static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, uint32_t bytes, int any_rank,
+                          Resolved *out) {
   Cta *cta = shared_target(w, op, address, bytes, bytes, any_rank);
   if (!cta) return 0;
   out->cta[l] = cta;
@@ -116,12 +123,15 @@ static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, u
   return 1;
 }
 
-// Pointers for every lane of an access of `bytes` bytes; checks bounds, alignment, races. Returns 0 when it faulted.
-int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong, Resolved *out) {
+// Pointers for every lane of an access of `bytes` bytes; checks bounds, alignment, races. Returns 0 when it
+// faulted.
+int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong,
+            Resolved *out) {
   const uint32_t space = op->sub & 3;
   uint32_t shared = 0;
   out->shared = 0;
-  if (space == SPACE_GLOBAL) return resolve_global(w, op, REG64(w, address), mask, bytes, write, strong ? STRONG : WEAK, out);
+  if (space == SPACE_GLOBAL)
+    return resolve_global(w, op, REG64(w, address), mask, bytes, write, strong ? STRONG : WEAK, out);
   if (space == SPACE_GENERIC) {
     const uint64_t *a = REG64(w, address);
     EACH_LANE(l, mask) {
@@ -130,7 +140,8 @@ int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t byte
       shared |= 1u << l;
       if (!resolve_shared(w, op, l, (uint32_t)at, bytes, 1, out)) return 0;
     }
-    if (mask & ~shared && !resolve_global(w, op, a, mask & ~shared, bytes, write, strong ? STRONG : WEAK, out)) return 0;
+    if (mask & ~shared && !resolve_global(w, op, a, mask & ~shared, bytes, write, strong ? STRONG : WEAK,
+                                          out)) return 0;
   } else {
     const uint32_t *a = REG32(w, address);
     shared = mask;
@@ -145,11 +156,13 @@ int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t byte
 
 int is_shared(const Op *op, const Resolved *r, uint32_t lane) {
   const uint32_t space = op->sub & 3;
-  return space == SPACE_SHARED || space == SPACE_CLUSTER || (space == SPACE_GENERIC && (r->shared >> lane & 1));
+  return space == SPACE_SHARED || space == SPACE_CLUSTER || (space == SPACE_GENERIC &&
+                                                             (r->shared >> lane & 1));
 }
 
 // ---------------------------------------------------------------- ld, st
-static void load_small(Warp *w, const Op *op, int32_t dst, const Resolved *r, uint32_t mask, uint32_t size, uint32_t step) {
+static void load_small(Warp *w, const Op *op, int32_t dst, const Resolved *r, uint32_t mask, uint32_t size,
+                       uint32_t step) {
   const int is_signed = op->sub >> 11 & 1, wide = (op->sub >> 12 & 3) == 2, half = (op->sub >> 12 & 3) == 0;
   EACH_LANE(l, mask) {
     const uint8_t *p = r->at[l] + step * size;
@@ -170,7 +183,8 @@ Status exec_ld(Warp *w, const Op *op, uint32_t mask) {
     for (uint32_t j = 0; j < count; j++) d[j] = REG32(w, refs[1 + j]);
     EACH_LANE(l, mask) for (uint32_t j = 0; j < count; j++) d[j][l] = ((const uint32_t *)r.at[l])[j];
   } else if (size == 8) {
-    EACH_LANE(l, mask) for (uint32_t j = 0; j < count; j++) REG64(w, refs[1 + j])[l] = ((const uint64_t *)r.at[l])[j];
+    EACH_LANE(l, mask)
+      for (uint32_t j = 0; j < count; j++) REG64(w, refs[1 + j])[l] = ((const uint64_t *)r.at[l])[j];
   } else if (size == 16) {
     EACH_LANE(l, mask) memcpy((uint8_t *)reg(w, refs[1]) + 16 * l, r.at[l], 16);
   } else {
@@ -194,7 +208,8 @@ Status exec_st(Warp *w, const Op *op, uint32_t mask) {
     for (uint32_t j = 0; j < count; j++) d[j] = REG32(w, refs[1 + j]);
     EACH_LANE(l, mask) for (uint32_t j = 0; j < count; j++) ((uint32_t *)r.at[l])[j] = d[j][l];
   } else if (size == 8) {
-    EACH_LANE(l, mask) for (uint32_t j = 0; j < count; j++) ((uint64_t *)r.at[l])[j] = REG64(w, refs[1 + j])[l];
+    EACH_LANE(l, mask)
+      for (uint32_t j = 0; j < count; j++) ((uint64_t *)r.at[l])[j] = REG64(w, refs[1 + j])[l];
   } else if (size == 16) {
     EACH_LANE(l, mask) memcpy(r.at[l], (const uint8_t *)reg(w, refs[1]) + 16 * l, 16);
   } else {
@@ -214,8 +229,8 @@ static int matrix_rows(Warp *w, const Op *op, const uint32_t *address, uint32_t 
   return !w->launch->hazards || shared_hazards(w, op, r, rows, 16, write, 0);
 }
 
-// sub [2:0]: matrices (1, 2, 4); [3]: transposed. Refs: address, registers. PTX ISA, "ldmatrix": lane l holds elements
-// 2*(l%4) and the next one of row l/4; transposed, of column l/4.
+// sub [2:0]: matrices (1, 2, 4); [3]: transposed. Refs: address, registers. PTX ISA, "ldmatrix": lane l holds
+// elements 2*(l%4) and the next one of row l/4; transposed, of column l/4.
 Status exec_ldmatrix(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -227,7 +242,8 @@ Status exec_ldmatrix(Warp *w, const Op *op, uint32_t mask) {
     for (uint32_t l = 0; l < LANES; l++) {
       uint32_t pair = l % 4 * 2, line = l / 4;
       const uint16_t *row = (const uint16_t *)r.at[m * 8 + line];
-      out[m][l] = trans ? ((const uint16_t *)r.at[m * 8 + pair])[line] | (uint32_t)((const uint16_t *)r.at[m * 8 + pair + 1])[line] << 16
+      out[m][l] = trans ? ((const uint16_t *)r.at[m * 8 + pair])[line] |
+          (uint32_t)((const uint16_t *)r.at[m * 8 + pair + 1])[line] << 16
                         : row[pair] | (uint32_t)row[pair + 1] << 16;
     }
   for (uint32_t m = 0; m < n; m++) memcpy(REG32(w, refs[1 + m]), out[m], sizeof out[m]);
@@ -253,8 +269,8 @@ Status exec_stmatrix(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-// mapa.shared::cluster. sub 1: 64-bit generic addresses. Refs: result, address, rank. A rank the cluster does not have gives an
-// address that no access accepts.
+// mapa.shared::cluster. sub 1: 64-bit generic addresses. Refs: result, address, rank. A rank the cluster does
+// not have gives an address that no access accepts.
 Status exec_mapa(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   EACH_LANE(l, mask) {

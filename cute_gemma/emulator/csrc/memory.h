@@ -3,8 +3,10 @@
 #define CUTE_GEMMA_MEMORY_H
 #include "engine.h"
 
-enum { SPACE_GLOBAL, SPACE_SHARED, SPACE_CLUSTER, SPACE_GENERIC };   // sub bits [1:0] of loads, stores and atomics
-#define TAG_STRONG 0x80             // Shadow.tag: last written by a volatile, relaxed, release or atomic access
+// sub bits [1:0] of loads, stores and atomics
+enum { SPACE_GLOBAL, SPACE_SHARED, SPACE_CLUSTER, SPACE_GENERIC };
+// Shadow.tag: last written by a volatile, relaxed, release or atomic access
+#define TAG_STRONG 0x80
 
 typedef struct {                    // where each lane's access goes
   uint8_t *at[LANES];
@@ -14,6 +16,7 @@ typedef struct {                    // where each lane's access goes
 } Resolved;
 
 int is_shared(const Op *op, const Resolved *r, uint32_t lane);
-int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong, Resolved *out);
+int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong,
+            Resolved *out);
 void count_wavefronts(LaunchResult *r, const uint32_t *offset, uint32_t mask, uint32_t size);
 #endif

@@ -11,8 +11,8 @@ static inline uint32_t swizzled(uint32_t at, uint32_t mode) {
   return at ^ (at >> 3 & MASK[mode]);
 }
 
-// PTX ISA, "Canonical layouts": atoms of 8 rows (or 8 k) by the swizzle width; without swizzle the width is 16 bytes, and
-// the MN-major form swaps the roles of the two offsets.
+// PTX ISA, "Canonical layouts": atoms of 8 rows (or 8 k) by the swizzle width; without swizzle the width is
+// 16 bytes, and the MN-major form swaps the roles of the two offsets.
 uint32_t layout_chunk(const Layout *l, uint32_t row, uint32_t k) {
   uint32_t width = 16u << l->swizzle, at;
   row += l->first;
@@ -70,7 +70,8 @@ static inline void transpose_bf16(float *out, uint32_t ld, const uint8_t *const 
   }
 }
 
-void unpack_operand(float *out, uint32_t ld_k, uint32_t ld_row, const uint8_t *smem, const Layout *l, Format f, uint32_t rows, int negate) {
+void unpack_operand(float *out, uint32_t ld_k, uint32_t ld_row, const uint8_t *smem, const Layout *l,
+                    Format f, uint32_t rows, int negate) {
   const uint32_t per = 16 / l->element, depth = 32 / l->element;
   float chunk[8];
   if (l->mn_major) {
@@ -113,7 +114,8 @@ void unpack_operand(float *out, uint32_t ld_k, uint32_t ld_row, const uint8_t *s
 #define STORE(p, v) (*(V *)(p) = (v))
 
 // 64 x 4 results. Sixteen independent accumulators hide the latency of the multiply-add.
-static void block_64x4(float *d, uint32_t ld, const float *a, uint32_t m_total, const float *b, uint32_t b_n, uint32_t b_k, uint32_t k,
+static void block_64x4(float *d, uint32_t ld, const float *a, uint32_t m_total, const float *b, uint32_t b_n,
+                       uint32_t b_k, uint32_t k,
                        int accumulate) {
   V c[4][4];
   for (int j = 0; j < 4; j++)
@@ -133,30 +135,37 @@ static void block_64x4(float *d, uint32_t ld, const float *a, uint32_t m_total, 
     for (int i = 0; i < 4; i++) STORE(d + (size_t)j * ld + 16 * i, c[j][i]);
 }
 
-static void block_16x1(float *d, const float *a, uint32_t m_total, const float *b, uint32_t b_k, uint32_t k, int accumulate) {
+static void block_16x1(float *d, const float *a, uint32_t m_total, const float *b, uint32_t b_k, uint32_t k,
+                       int accumulate) {
   V c = accumulate ? LOAD(d) : (V){0};
   for (uint32_t s = 0; s < k; s++) c += LOAD(a + (size_t)s * m_total) * b[(size_t)s * b_k];
   STORE(d, c);
 }
 
-void panel_product(float *d, uint32_t ld, const float *a, uint32_t m_total, const float *b, uint32_t b_n, uint32_t b_k, uint32_t m,
+void panel_product(float *d, uint32_t ld, const float *a, uint32_t m_total, const float *b, uint32_t b_n,
+                   uint32_t b_k, uint32_t m,
                    uint32_t n, uint32_t k, int accumulate) {
   uint32_t i = 0;
   for (; i + 64 <= m; i += 64) {
     uint32_t j = 0;
-    for (; j + 4 <= n; j += 4) block_64x4(d + (size_t)j * ld + i, ld, a + i, m_total, b + (size_t)j * b_n, b_n, b_k, k, accumulate);
+    for (; j + 4 <= n; j += 4)
+      block_64x4(d + (size_t)j * ld + i, ld, a + i, m_total, b + (size_t)j * b_n, b_n, b_k, k, accumulate);
     for (; j < n; j++)
-      for (uint32_t q = 0; q < 64; q += 16) block_16x1(d + (size_t)j * ld + i + q, a + i + q, m_total, b + (size_t)j * b_n, b_k, k, accumulate);
+      for (uint32_t q = 0; q < 64; q += 16)
+        block_16x1(d + (size_t)j * ld + i + q, a + i + q, m_total, b + (size_t)j * b_n, b_k, k, accumulate);
   }
   for (; i < m; i += 16)
-    for (uint32_t j = 0; j < n; j++) block_16x1(d + (size_t)j * ld + i, a + i, m_total, b + (size_t)j * b_n, b_k, k, accumulate);
+    for (uint32_t j = 0; j < n; j++)
+      block_16x1(d + (size_t)j * ld + i, a + i, m_total, b + (size_t)j * b_n, b_k, k, accumulate);
 }
 
 typedef float Q __attribute__((vector_size(16), aligned(4)));
 #define SPREAD(q) __builtin_shufflevector(q, q, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3)
 
-// Sixteen columns (fewer than that: eight) of the slice. b: per k, eight columns as four even ones, then four odd ones.
-static inline void fragment_block(float *const *d, const float *a, const float *b, uint32_t n, uint32_t k, int accumulate, uint32_t groups) {
+// Sixteen columns (fewer than that: eight) of the slice. b: per k, eight columns as four even ones, then four
+// odd ones.
+static inline void fragment_block(float *const *d, const float *a, const float *b, uint32_t n, uint32_t k,
+                                  int accumulate, uint32_t groups) {
   V c[2][4][2];
   for (uint32_t g = 0; g < groups; g++)
     for (int r = 0; r < 4; r++)
@@ -177,7 +186,8 @@ static inline void fragment_block(float *const *d, const float *a, const float *
       for (int h = 0; h < 2; h++) STORE(d[4 * g + r] + 16 * h, c[g][r][h]);
 }
 
-void fragment_product(float *const *d, const float *a, const float *b, uint32_t n, uint32_t k, int accumulate) {
+void fragment_product(float *const *d, const float *a, const float *b, uint32_t n, uint32_t k,
+                      int accumulate) {
   static _Thread_local float rows[64 * 64], columns[64 * 256];
   for (uint32_t s = 0; s < k; s++) {
     for (uint32_t l = 0; l < 64; l++) rows[64 * s + l] = a[16 * s + l % 32 / 4 + l / 32 * 8];

@@ -1,4 +1,5 @@
-// Runs a launch: resident clusters side by side, warps in turn, queued asynchronous operations by the schedule policy.
+// Runs a launch: resident clusters side by side, warps in turn, queued asynchronous operations by the
+// schedule policy.
 #include "hazard.h"
 #include "global.h"
 #include "trace.h"
@@ -64,7 +65,8 @@ void wake(Cluster *c, const Cta *cta, WaitKind kind, const void *what, uint32_t 
       WarpState *s = state(w);
       for (int k = 0; k < w->nsplit; k++) {
         if (w->split[k].wait != (uint32_t)kind || !w->split[k].mask) continue;
-        if (kind == WAIT_MBAR ? (const void *)s->wait[k].mbar != what : (kind == WAIT_NAMED || kind == WAIT_WGMMA) && s->wait[k].id != id) continue;
+        if (kind == WAIT_MBAR ? (const void *)s->wait[k].mbar != what : (kind == WAIT_NAMED ||
+            kind == WAIT_WGMMA) && s->wait[k].id != id) continue;
         s->wait[k].woken = 1;
         interp_wake(w, k);
         make_ready(c, w);
@@ -124,12 +126,14 @@ Status async_run(Async *a) {
   launch->progress++;
   if (tracing) trace_run(a);
   switch (a->kind) {
-    case A_TMA_LOAD: case A_TMA_STORE: case A_BULK_LOAD: case A_BULK_STORE: case A_BULK_DSMEM: return run_copy(a);
+    case A_TMA_LOAD: case A_TMA_STORE: case A_BULK_LOAD: case A_BULK_STORE: case A_BULK_DSMEM:
+      return run_copy(a);
     case A_CP_ASYNC: return run_cp_async(a);
     case A_ARRIVE: return run_arrive(a);
     case A_CLC: return run_clc(a);
     case A_MMA: case A_COMMIT: case A_TMEM_CP: return run_tensor(a);
-    default: return fault(a->warp, a->op, FAULT_ILLEGAL, "internal: a queued operation of kind %d", (int)a->kind);
+    default: return fault(a->warp, a->op, FAULT_ILLEGAL, "internal: a queued operation of kind %d",
+                          (int)a->kind);
   }
 }
 
@@ -155,7 +159,8 @@ Status async_issue(Async *a) {
   return ST_NEXT;
 }
 
-// Completes one operation (or one step of it): the oldest under the lazy policy, any legal one under the random policy.
+// Completes one operation (or one step of it): the oldest under the lazy policy, any legal one under the
+// random policy.
 // Returns 0 when nothing is queued.
 static int complete_one(Cluster *c) {
   Launch *launch = c->launch;
@@ -181,11 +186,16 @@ static int complete_one(Cluster *c) {
 // ---------------------------------------------------------------- operations
 typedef Status (*Exec)(Warp *, const Op *, uint32_t);
 static const Exec EXEC[] = {
-    exec_ld, exec_st, exec_atom, exec_ldmatrix, exec_stmatrix, exec_mapa, exec_fence, exec_nothing, exec_setmaxnreg,
-    exec_grid_wait, exec_nothing, exec_prefetch, exec_mbar_init, exec_mbar_inval, exec_mbar_arrive, exec_mbar_tx,
-    exec_mbar_wait, exec_bar, exec_bar_cluster, exec_tma_load, exec_tma_store, exec_bulk_copy, exec_bulk_commit,
-    exec_bulk_wait, exec_cp_async, exec_cp_commit, exec_cp_wait, exec_cp_arrive, exec_tc_alloc, exec_tc_dealloc,
-    exec_tc_relinquish, exec_tc_mma, exec_tc_commit, exec_tc_cp, exec_tc_ld, exec_tc_st, exec_tc_wait, exec_tc_fence,
+    exec_ld, exec_st, exec_atom, exec_ldmatrix, exec_stmatrix, exec_mapa, exec_fence, exec_nothing,
+        exec_setmaxnreg,
+    exec_grid_wait, exec_nothing, exec_prefetch, exec_mbar_init, exec_mbar_inval, exec_mbar_arrive,
+        exec_mbar_tx,
+    exec_mbar_wait, exec_bar, exec_bar_cluster, exec_tma_load, exec_tma_store, exec_bulk_copy,
+        exec_bulk_commit,
+    exec_bulk_wait, exec_cp_async, exec_cp_commit, exec_cp_wait, exec_cp_arrive, exec_tc_alloc,
+        exec_tc_dealloc,
+    exec_tc_relinquish, exec_tc_mma, exec_tc_commit, exec_tc_cp, exec_tc_ld, exec_tc_st, exec_tc_wait,
+        exec_tc_fence,
     exec_clc_try_cancel, exec_wgmma, exec_wgmma_fence, exec_wgmma_commit, exec_wgmma_wait, exec_clc_query,
 };
 
@@ -259,7 +269,8 @@ static void cta_alloc(Launch *launch, Cluster *c, uint32_t rank) {
   cta->states = calloc(launch->nwarps, sizeof *cta->states);
   cta->smem = aligned_alloc(4096, (launch->smem_end + 8191) & ~4095u);
   cta->mbar_index = calloc(launch->smem_end / 8 + 1, sizeof *cta->mbar_index);
-  cta->mbars = calloc(launch->smem_end / 8 + 1, sizeof *cta->mbars);     // pages that no barrier uses cost nothing
+  // pages that no barrier uses cost nothing
+  cta->mbars = calloc(launch->smem_end / 8 + 1, sizeof *cta->mbars);
   if (launch->hazards) cta->smem_shadow = calloc(launch->smem_end / GRANULE + 1, sizeof *cta->smem_shadow);
   for (uint32_t i = 0; i < launch->nwarps; i++) warp_alloc(launch, cta, i);
 }
@@ -284,7 +295,8 @@ static void cluster_free(Cluster *c) {
       free(cta->states[i].fenced_known->item), free(cta->states[i].fenced_known);
       free(cta->states[i].seen->item), free(cta->states[i].seen);
     }
-    free(cta->warps), free(cta->states), free(cta->smem), free(cta->smem_shadow), free(cta->tmem), free(cta->tmem_shadow);
+    free(cta->warps), free(cta->states), free(cta->smem), free(cta->smem_shadow), free(cta->tmem),
+        free(cta->tmem_shadow);
     free(cta->mbar_index), free(cta->mbars);
   }
   for (uint32_t i = 0; i < c->nextra; i++) free(c->extra[i].item);
@@ -296,7 +308,8 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   Launch *launch = c->launch;
   const LaunchDesc *d = launch->desc;
   const uint32_t *cl = d->cluster, r = cta->rank;
-  WarpStart start = {.cluster_ctaid = {r % cl[0], r / cl[0] % cl[1], r / (cl[0] * cl[1])}, .cluster_ctarank = r,
+  WarpStart start = {.cluster_ctaid = {r % cl[0], r / cl[0] % cl[1], r / (cl[0] * cl[1])},
+                     .cluster_ctarank = r,
                      .smid = (uint32_t)(c - launch->slots) * launch->cluster_size + r};
   for (int k = 0; k < 3; k++) {
     start.block[k] = d->block[k];
@@ -305,12 +318,14 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   }
   for (uint32_t i = 0; i < cta->nmbars; i++) cta->mbar_index[cta->mbars[i].offset / 8] = 0;
   cta->nmbars = 0;
-  cta->exited = cta->tmem_in_use = cta->relinquished = cta->grid_waited = cta->tmem_group = cta->last_d_epoch = 0;
+  cta->exited = cta->tmem_in_use = cta->relinquished = cta->tmem_group = 0;
+  cta->grid_waited = cta->last_d_epoch = 0;
   cta->pipe_head = cta->pipe_tail = NULL;
   memset(cta->tmem_allocated, 0, sizeof cta->tmem_allocated);
   if (++cta->gen == 0) {
     cta->gen = 1;
-    if (cta->smem_shadow) memset(cta->smem_shadow, 0, (launch->smem_end / GRANULE + 1) * sizeof *cta->smem_shadow);
+    if (cta->smem_shadow)
+      memset(cta->smem_shadow, 0, (launch->smem_end / GRANULE + 1) * sizeof *cta->smem_shadow);
     if (cta->tmem_shadow) memset(cta->tmem_shadow, 0, TMEM_COLUMNS * 4 * sizeof *cta->tmem_shadow);
   }
   cta->live_warps = launch->nwarps;
@@ -319,7 +334,8 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   for (int i = 0; i < NAMED_BARRIERS; i++) cta->named[i].cur = cta->named[i].done = NO_CLOCK;
   cta->pipe = launch->hazards ? clock_new(c) : NO_CLOCK;
   // as many registers as the threads of a CTA alone can have: what the compiler gave them is not known here
-  const uint32_t threads = launch->nwarps * LANES, registers = threads < 256 ? 256 : REGISTERS / threads & ~7u;
+  const uint32_t threads = launch->nwarps * LANES, registers = threads < 256 ? 256 : REGISTERS / threads &
+      ~7u;
   cta->free_registers = 0;
   for (uint32_t i = 0; i < launch->nwarps; i++) {
     Warp *w = &cta->warps[i];
@@ -327,7 +343,9 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     uint64_t *pending = s->pending;
     Knowledge *fenced_known = s->fenced_known, *seen = s->seen;
     fenced_known->n = seen->n = 0;
-    *s = (WarpState){.cluster = c, .pending = pending, .fenced_known = fenced_known, .seen = seen, .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK, .tensor_clock = NO_CLOCK,
+    *s = (WarpState){.cluster = c, .pending = pending, .fenced_known = fenced_known, .seen = seen,
+                     .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK,
+                         .tensor_clock = NO_CLOCK,
                      .registers = registers,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
     memset(pending, 0, (launch->program->reg_bytes / SLOT / 64 + 1) * sizeof *pending);
@@ -367,14 +385,16 @@ static int cluster_leaks(Cluster *c) {
   for (uint32_t r = 0; r < c->launch->cluster_size; r++) {
     Cta *cta = &c->ctas[r];
     if (cta->tmem_in_use) {
-      fault(&cta->warps[0], NULL, FAULT_LEAK, "the CTA ends with %u TMEM columns that no tcgen05.dealloc has freed",
+      fault(&cta->warps[0], NULL, FAULT_LEAK, "the CTA ends with %u TMEM columns that no tcgen05.dealloc has "
+            "freed",
             cta->tmem_in_use);
       return 1;
     }
     for (uint32_t i = 0; c->launch->hazards && i < cta->nmbars; i++) {
       const Mbarrier *b = &cta->mbars[i];
       if (b->valid && b->last_copy > b->observed) {
-        fault(&cta->warps[0], NULL, FAULT_LEAK, "the CTA ends without a wait for phase %u of the mbarrier at 0x%x, which "
+        fault(&cta->warps[0], NULL, FAULT_LEAK, "the CTA ends without a wait for phase %u of the mbarrier at "
+              "0x%x, which "
               "asynchronous copies into shared memory signal", b->last_copy - 1, b->offset);
         return 1;
       }
@@ -419,14 +439,17 @@ static int cluster_run(Cluster *c) {
     c->ready_count--;
     state(w)->ready = 0;
     launch->turns++;
-    RunResult r = interp_run(w, random ? 1 + (uint32_t)(next_random(launch) % (1u << next_random(launch) % 11)) : QUANTUM);
+    RunResult r = interp_run(w,
+                             random ? 1 + (uint32_t)(next_random(launch) % (1u << next_random(launch) % 11))
+                                 : QUANTUM);
     if (r == RUN_FAULT) return 1;
     if (r == RUN_BUDGET || r == RUN_YIELD) make_ready(c, w);
     if (r == RUN_BUDGET && !random) launch->turns += BUDGET_TURNS;
     if (launch->progress != last) {
       last = launch->progress;
       idle = 0;
-    } else if (++idle > 2 * c->nwarps) {        // everyone polls: let a copy complete, or else another cluster run
+    // everyone polls: let a copy complete, or else another cluster run
+    } else if (++idle > 2 * c->nwarps) {
       idle = 0;
       if (!complete_one(c)) break;
     }
@@ -436,20 +459,24 @@ static int cluster_run(Cluster *c) {
 
 // ---------------------------------------------------------------- deadlock
 static void describe_wait(const Warp *w, const Waiting *s, char *out, size_t size) {
-  int n = snprintf(out, size, "\n  CTA (%u,%u,%u) warp %u, PTX line %u: ", w->cta->id[0], w->cta->id[1], w->cta->id[2], w->id, s->line);
+  int n = snprintf(out, size, "\n  CTA (%u,%u,%u) warp %u, PTX line %u: ", w->cta->id[0], w->cta->id[1],
+                   w->cta->id[2], w->id, s->line);
   if (n < 0 || (size_t)n >= size) return;
   out += n, size -= (size_t)n;
   if (s->kind == WAIT_MBAR) {
     const Mbarrier *b = s->mbar;
-    snprintf(out, size, "mbarrier at 0x%x of CTA rank %u for parity %u: phase %u is incomplete with %u of %u arrivals and %d bytes pending",
+    snprintf(out, size, "mbarrier at 0x%x of CTA rank %u for parity %u: phase %u is incomplete with %u of %u "
+             "arrivals and %d bytes pending",
              b->offset, s->mbar_cta->rank, s->parity, b->phase, b->pending, b->expected, b->tx);
   } else if (s->kind == WAIT_NAMED) {
     const NamedBarrier *b = &w->cta->named[s->id];
     snprintf(out, size, "barrier %u: %u of %u threads have arrived", s->id, b->arrived, b->expected);
   } else if (s->kind == WAIT_CLUSTER) {
-    snprintf(out, size, "barrier.cluster.wait: %u of %u warps have arrived", w->cta->cluster->arrived, w->cta->cluster->nwarps);
+    snprintf(out, size, "barrier.cluster.wait: %u of %u warps have arrived", w->cta->cluster->arrived,
+             w->cta->cluster->nwarps);
   } else if (s->kind == WAIT_WGMMA) {
-    snprintf(out, size, "wgmma.wait_group: other warps of warpgroup %u have not issued the operations", s->id);
+    snprintf(out, size, "wgmma.wait_group: other warps of warpgroup %u have not issued the operations",
+             s->id);
   } else if (s->kind == WAIT_REGISTERS) {
     snprintf(out, size, "setmaxnreg.inc: %u registers are free in the CTA", w->cta->free_registers);
   } else {
@@ -469,9 +496,12 @@ static void report_stuck(Launch *launch, const char *what) {
         if (!w->split[s].mask) continue;
         if (!first) first = w;
         char line[256];
-        if (w->split[s].wait && w->split[s].wait != WAIT_CONVERGE) describe_wait(w, &state(w)->wait[s], line, sizeof line);
-        else snprintf(line, sizeof line, "\n  CTA (%u,%u,%u) warp %u, PTX line %u: %s", w->cta->id[0], w->cta->id[1], w->cta->id[2], w->id,
-                      launch->program->ops[w->split[s].pc].line, w->split[s].wait ? "waits for other lanes of the warp" : "runs (polling)");
+        if (w->split[s].wait && w->split[s].wait != WAIT_CONVERGE)
+          describe_wait(w, &state(w)->wait[s], line, sizeof line);
+        else snprintf(line, sizeof line, "\n  CTA (%u,%u,%u) warp %u, PTX line %u: %s", w->cta->id[0],
+                      w->cta->id[1], w->cta->id[2], w->id,
+                      launch->program->ops[w->split[s].pc].line, w->split[s].wait
+                          ? "waits for other lanes of the warp" : "runs (polling)");
         size_t n = strlen(line);
         if (used + n + 1 < sizeof text) memcpy(text + used, line, n + 1), used += n;
       }
@@ -492,7 +522,8 @@ static void run_all(Launch *launch) {
       if (launch->slots[i].active) progress |= cluster_run(&launch->slots[i]);
     if (launch->result->fault) return;
     if (launch->progress != last) last = launch->progress, last_turns = launch->turns;
-    if (!progress && launch->turns == turns) report_stuck(launch, "deadlock: every warp waits, and nothing is in flight");
+    if (!progress && launch->turns == turns)
+      report_stuck(launch, "deadlock: every warp waits, and nothing is in flight");
     else if (launch->turns - last_turns > LIVELOCK_TURNS)
       report_stuck(launch, "livelock: warps poll, and nothing has changed for a long time");
   }
@@ -506,9 +537,11 @@ int emu_run(const LaunchDesc *desc, LaunchResult *result) {
   trace_begin(desc);
   launch.cluster_size = desc->cluster[0] * desc->cluster[1] * desc->cluster[2];
   launch.nwarps = (desc->block[0] * desc->block[1] * desc->block[2] + LANES - 1) / LANES;
-  launch.nclusters = desc->grid[0] / desc->cluster[0] * (desc->grid[1] / desc->cluster[1]) * (desc->grid[2] / desc->cluster[2]);
+  launch.nclusters = desc->grid[0] / desc->cluster[0] * (desc->grid[1] / desc->cluster[1]) *
+      (desc->grid[2] / desc->cluster[2]);
   launch.smem_end = desc->dynamic_base + desc->dynamic_smem;
-  if (launch.smem_end < SMEM_RESERVED + desc->static_smem) launch.smem_end = SMEM_RESERVED + desc->static_smem;
+  if (launch.smem_end < SMEM_RESERVED + desc->static_smem)
+    launch.smem_end = SMEM_RESERVED + desc->static_smem;
   launch.nslots = desc->resident / launch.cluster_size;
   if (launch.nslots > launch.nclusters) launch.nslots = launch.nclusters;
   if (!launch.nslots) launch.nslots = 1;

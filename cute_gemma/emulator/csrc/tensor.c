@@ -34,22 +34,27 @@ static int tmem_make(Cta *cta) {
 
 static int power_of_two_columns(uint32_t n) { return n >= 32 && n <= TMEM_COLUMNS && !(n & (n - 1)); }
 
-// tcgen05.alloc. sub 1: cta_group::2. Refs: shared address that receives the TMEM address, columns. imm: offset.
+// tcgen05.alloc. sub 1: cta_group::2. Refs: shared address that receives the TMEM address, columns. imm:
+// offset.
 Status exec_tc_alloc(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
-  const uint32_t lane = first_lane(mask), columns = REG32(w, refs[1])[lane], to = REG32(w, refs[0])[lane] + (uint32_t)op->imm;
+  const uint32_t lane = first_lane(mask), columns = REG32(w, refs[1])[lane], to = REG32(w, refs[0])[lane] +
+      (uint32_t)op->imm;
   Cta *cta = w->cta, *target = shared_target(w, op, to, 4, 4, 0);
   if (!target) return ST_FAULT;
   if (!power_of_two_columns(columns))
-    return fault(w, op, FAULT_TMEM, "tcgen05.alloc of %u columns: a power of two from 32 to 512 is wanted", columns);
-  if (cta->relinquished) return fault(w, op, FAULT_TMEM, "tcgen05.alloc after tcgen05.relinquish_alloc_permit");
+    return fault(w, op, FAULT_TMEM, "tcgen05.alloc of %u columns: a power of two from 32 to 512 is wanted",
+                 columns);
+  if (cta->relinquished)
+    return fault(w, op, FAULT_TMEM, "tcgen05.alloc after tcgen05.relinquish_alloc_permit");
   if (cta->tmem_group && cta->tmem_group != 1 + (op->sub & 1))
     return fault(w, op, FAULT_TMEM, "tcgen05.alloc with another cta_group than before in the same kernel");
   tmem_make(cta);
   uint32_t column = 0;
   for (; column < TMEM_COLUMNS; column += columns) {
     uint32_t used = 0;
-    for (uint32_t i = column; i < column + columns; i++) used |= (uint32_t)(cta->tmem_allocated[i / 64] >> (i % 64) & 1);
+    for (uint32_t i = column; i < column + columns; i++)
+      used |= (uint32_t)(cta->tmem_allocated[i / 64] >> (i % 64) & 1);
     if (!used) break;
   }
   if (column == TMEM_COLUMNS) return block(w, op, &(Waiting){.kind = WAIT_TMEM});
@@ -68,8 +73,10 @@ Status exec_tc_dealloc(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t lane = first_lane(mask), column = REG32(w, refs[0])[lane], columns = REG32(w, refs[1])[lane];
   Cta *cta = w->cta;
-  if (column >= TMEM_COLUMNS || !power_of_two_columns(columns) || cta->tmem_alloc_size[column] != columns || !allocated(cta, column, columns))
-    return fault(w, op, FAULT_TMEM, "tcgen05.dealloc of %u columns at 0x%x, which is no allocation", columns, column);
+  if (column >= TMEM_COLUMNS || !power_of_two_columns(columns) || cta->tmem_alloc_size[column] != columns ||
+      !allocated(cta, column, columns))
+    return fault(w, op, FAULT_TMEM, "tcgen05.dealloc of %u columns at 0x%x, which is no allocation", columns,
+                 column);
   if (w->launch->hazards) {
     Agent x = agent_of(w, op);
     for (uint32_t q = 0; q < 4; q++)
@@ -88,9 +95,11 @@ Status exec_tc_relinquish(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-static int tmem_check(Warp *w, const Op *op, const Cta *cta, uint32_t column, uint32_t count, const char *what) {
+static int tmem_check(Warp *w, const Op *op, const Cta *cta, uint32_t column, uint32_t count,
+                      const char *what) {
   if (column + count <= TMEM_COLUMNS && cta->tmem && allocated(cta, column, count)) return 1;
-  fault(w, op, FAULT_TMEM, "%s touches TMEM columns %u..%u of CTA rank %u, which are not all allocated", what, column, column + count - 1,
+  fault(w, op, FAULT_TMEM, "%s touches TMEM columns %u..%u of CTA rank %u, which are not all allocated",
+        what, column, column + count - 1,
         cta->rank);
   return 0;
 }
@@ -115,19 +124,23 @@ static inline uint32_t tmem_cell(const TmemAccess *t, uint32_t r, uint32_t l) {
 // sub [2:0] shape, [11:4] repeat (xN), [12] pack or unpack, imm offset, imm2 the half split.
 static int tmem_access(Warp *w, const Op *op, uint32_t address, const char *what, TmemAccess *t) {
   static const uint8_t REGISTERS[] = {1, 1, 2, 4, 1}, COLUMNS[] = {1, 2, 4, 8, 1};
-  *t = (TmemAccess){.shape = op->sub & 7, .repeat = op->sub >> 4 & 0xff, .pack = op->sub >> 12 & 1, .split = (uint32_t)op->imm2,
+  *t = (TmemAccess){.shape = op->sub & 7, .repeat = op->sub >> 4 & 0xff, .pack = op->sub >> 12 & 1,
+                    .split = (uint32_t)op->imm2,
                     .lane = address >> 16, .column = address & 0xffff};
   t->registers = REGISTERS[t->shape] * t->repeat;
   t->columns = COLUMNS[t->shape] * t->repeat * (1 + t->pack) + (t->shape == SHAPE_16X32BX2 ? t->split : 0);
   const uint32_t quarter = w->id % 4;
   if (t->lane / 32 != quarter || t->lane % (t->shape == SHAPE_32X32B ? 32 : 16)) {
-    fault(w, op, FAULT_TMEM, "%s at TMEM lane %u: warp %u reaches lanes %u..%u only", what, t->lane, w->id, 32 * quarter, 32 * quarter + 31);
+    fault(w, op, FAULT_TMEM, "%s at TMEM lane %u: warp %u reaches lanes %u..%u only", what, t->lane, w->id,
+          32 * quarter, 32 * quarter + 31);
     return 0;
   }
   return tmem_check(w, op, w->cta, t->column, t->columns, what);
 }
 
-static uint32_t half_mask(const TmemAccess *t) { return t->shape == SHAPE_32X32B ? ALL16 : t->lane % 32 ? 0xff00u : 0xffu; }
+static uint32_t half_mask(const TmemAccess *t) {
+  return t->shape == SHAPE_32X32B ? ALL16 : t->lane % 32 ? 0xff00u : 0xffu;
+}
 
 static void tmem_load(Warp *w, const Op *op, const TmemAccess *t) {
   const int32_t *refs = w->launch->program->refs + op->args + 1;
@@ -139,7 +152,8 @@ static void tmem_load(Warp *w, const Op *op, const TmemAccess *t) {
       continue;
     }
     for (uint32_t l = 0; l < LANES; l++)
-      to[l] = t->pack ? (tmem[tmem_cell(t, 2 * r, l)] & 0xffff) | tmem[tmem_cell(t, 2 * r + 1, l)] << 16 : tmem[tmem_cell(t, r, l)];
+      to[l] = t->pack ? (tmem[tmem_cell(t, 2 * r, l)] & 0xffff) | tmem[tmem_cell(t, 2 * r + 1, l)] << 16
+          : tmem[tmem_cell(t, r, l)];
   }
   w->launch->result->tmem_load_bytes += (uint64_t)t->registers * LANES * 4;
 }
@@ -157,7 +171,8 @@ Status exec_tc_ld(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   WarpState *s = state(w);
   TmemAccess t;
-  if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.ld", &t)) return ST_FAULT;
+  if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.ld", &t))
+    return ST_FAULT;
   if (w->launch->hazards) {
     Agent x = tensor_agent(w, op);
     x.comp = (uint16_t)warp_comp(w, C_TMEM_LD);
@@ -183,7 +198,8 @@ Status exec_tc_st(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   WarpState *s = state(w);
   TmemAccess t;
-  if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.st", &t)) return ST_FAULT;
+  if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.st", &t))
+    return ST_FAULT;
   if (w->launch->hazards) {
     Agent x = tensor_agent(w, op);
     x.comp = (uint16_t)warp_comp(w, C_TMEM_ST);
@@ -250,34 +266,40 @@ Status exec_tc_cp(Warp *w, const Op *op, uint32_t mask) {
 
 // ---------------------------------------------------------------- tcgen05.mma: decoding
 typedef struct {
-  uint32_t m, n, depth, pair, element;  // m rows and n columns of the whole product; depth: elements of one K step
+  // m rows and n columns of the whole product; depth: elements of one K step
+  uint32_t m, n, depth, pair, element;
   Format fa, fb;
   int neg_a, neg_b, mn_a, mn_b;
   uint32_t rows;                    // of A in one CTA
 } Shape;
 
-// PTX ISA, "Instruction descriptor": [1:0] sparsity, 3 saturate, [5:4] D type, [9:7] A, [12:10] B, 13/14 negate, 15/16 MN-major,
-// [22:17] N/8, [28:24] M/16.
+// PTX ISA, "Instruction descriptor": [1:0] sparsity, 3 saturate, [5:4] D type, [9:7] A, [12:10] B, 13/14
+// negate, 15/16 MN-major, [22:17] N/8, [28:24] M/16.
 static const char *shape_of(uint32_t idesc, uint32_t pair, uint32_t tf32, Shape *s) {
-  *s = (Shape){.m = (idesc >> 24 & 31) * 16, .n = (idesc >> 17 & 63) * 8, .pair = pair, .element = tf32 ? 4 : 2, .fa = idesc >> 7 & 7,
-               .fb = idesc >> 10 & 7, .neg_a = idesc >> 13 & 1, .neg_b = idesc >> 14 & 1, .mn_a = idesc >> 15 & 1, .mn_b = idesc >> 16 & 1};
+  *s = (Shape){.m = (idesc >> 24 & 31) * 16, .n = (idesc >> 17 & 63) * 8, .pair = pair, .element = tf32 ? 4
+               : 2, .fa = idesc >> 7 & 7,
+               .fb = idesc >> 10 & 7, .neg_a = idesc >> 13 & 1, .neg_b = idesc >> 14 & 1,
+                   .mn_a = idesc >> 15 & 1, .mn_b = idesc >> 16 & 1};
   s->depth = 32 / s->element;
   s->rows = pair ? s->m / 2 : s->m;
   if (idesc & 0xf) return "asks for sparsity or saturation, which is not implemented";
   if ((idesc >> 4 & 3) != 1) return "asks for an accumulator that is not f32, which is not implemented";
-  if (tf32 ? s->fa != F_TF32 || s->fb != F_TF32 : s->fa > F_BF16 || s->fb > F_BF16) return "has a type that does not belong to its kind";
-  if (pair ? s->m != 128 && s->m != 256 : s->m != 64 && s->m != 128) return "has an M that its cta_group does not have";
+  if (tf32 ? s->fa != F_TF32 || s->fb != F_TF32 : s->fa > F_BF16 || s->fb > F_BF16)
+    return "has a type that does not belong to its kind";
+  if (pair ? s->m != 128 && s->m != 256 : s->m != 64 && s->m != 128)
+    return "has an M that its cta_group does not have";
   uint32_t step = pair ? 32 : s->m == 64 ? 8 : 16;
   if (!s->n || s->n > 256 || s->n % step) return "has an N that its M does not have";
   return NULL;
 }
 
-// PTX ISA, "Shared memory descriptor": [13:0] address/16, [29:16] leading offset/16, [45:32] stride offset/16, [48:46] 0b001,
-// [51:49] base offset, 52 leading offset absolute, [63:61] swizzle.
+// PTX ISA, "Shared memory descriptor": [13:0] address/16, [29:16] leading offset/16, [45:32] stride
+// offset/16, [48:46] 0b001, [51:49] base offset, 52 leading offset absolute, [63:61] swizzle.
 static const char *layout_of(uint64_t desc, int mn_major, uint32_t element, Layout *l) {
   static const int8_t MODE[8] = {0, -1, 3, -1, 2, -1, 1, -1};
   *l = (Layout){.start = (uint32_t)(desc & 0x3fff) << 4, .leading = (uint32_t)(desc >> 16 & 0x3fff) << 4,
-                .stride = (uint32_t)(desc >> 32 & 0x3fff) << 4, .mn_major = (uint32_t)mn_major, .element = element};
+                .stride = (uint32_t)(desc >> 32 & 0x3fff) << 4, .mn_major = (uint32_t)mn_major,
+                    .element = element};
   int mode = MODE[desc >> 61];
   if ((desc >> 46 & 7) != 1) return "does not have 0b001 in bits 48:46";
   if (desc >> 49 & 7) return "has a base offset, which is not implemented";
@@ -299,15 +321,18 @@ static int check_accumulator(Cta *cta, const Async *a, const Shape *s, const Age
   const uint32_t column = a->mma.d & 0xffff, mask = quarter_mask(s) << (a->mma.d >> 16 & 16 ? 8 : 0);
   if (!tmem_check(x->warp, x->op, cta, column, d_columns(s), "tcgen05.mma")) return 0;
   if (!cta->tmem_shadow) return 1;
-  // the K steps of one tile write the same columns again: nothing new to check until the pipe's epoch or the issuer changes
-  if (cta->last_d == a->mma.d && cta->last_d_epoch == x->epoch && cta->last_d_comp == x->comp && cta->last_d_columns == d_columns(s) &&
+  // the K steps of one tile write the same columns again: nothing new to check until the pipe's epoch or the
+  // issuer changes
+  if (cta->last_d == a->mma.d && cta->last_d_epoch == x->epoch && cta->last_d_comp == x->comp &&
+      cta->last_d_columns == d_columns(s) &&
       cta->last_d_warp == state(x->warp)->index)
     return 1;
   for (uint32_t q = 0; q < 4; q++) {
     if (a->mma.accumulate && !tmem_touch(cta, q, column, d_columns(s), mask, 0, x)) return 0;
     if (!tmem_touch(cta, q, column, d_columns(s), mask, 1, x)) return 0;
   }
-  cta->last_d = a->mma.d, cta->last_d_epoch = x->epoch, cta->last_d_comp = x->comp, cta->last_d_columns = d_columns(s);
+  cta->last_d = a->mma.d, cta->last_d_epoch = x->epoch, cta->last_d_comp = x->comp,
+      cta->last_d_columns = d_columns(s);
   cta->last_d_warp = state(x->warp)->index;
   return 1;
 }
@@ -317,7 +342,8 @@ static Status check_mma(Async *a, const Shape *s) {
   Layout la, lb;
   const char *wrong = a->mma.a_tmem ? NULL : layout_of(a->mma.a, s->mn_a, s->element, &la);
   if (wrong) return fault(w, a->op, FAULT_DESCRIPTOR, "the descriptor of A %s", wrong);
-  if ((wrong = layout_of(a->mma.b, s->mn_b, s->element, &lb))) return fault(w, a->op, FAULT_DESCRIPTOR, "the descriptor of B %s", wrong);
+  if ((wrong = layout_of(a->mma.b, s->mn_b, s->element, &lb)))
+    return fault(w, a->op, FAULT_DESCRIPTOR, "the descriptor of B %s", wrong);
   Agent x = agent_of(w, a->op);
   x.comp = (uint16_t)pipe_comp(w->cta);
   x.epoch = w->cta->pipe_epoch;
@@ -339,8 +365,10 @@ static Status check_mma(Async *a, const Shape *s) {
   return ST_NEXT;
 }
 
-// tcgen05.mma. sub 0: cta_group::2, 1: A in TMEM, 2: kind::tf32, 3: scale-input-d given, 4: disable-output-lane given.
-// Refs: D, A (descriptor or TMEM address), B, instruction descriptor, enable-input-d, scale, lane masks (4 or 8).
+// tcgen05.mma. sub 0: cta_group::2, 1: A in TMEM, 2: kind::tf32, 3: scale-input-d given, 4:
+// disable-output-lane given.
+// Refs: D, A (descriptor or TMEM address), B, instruction descriptor, enable-input-d, scale, lane masks (4 or
+// 8).
 // imm: offset of D; imm2: offset of A in TMEM.
 Status exec_tc_mma(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -355,16 +383,20 @@ Status exec_tc_mma(Warp *w, const Op *op, uint32_t mask) {
     a->mma.accumulate = w->pred[refs[4]] >> l & 1;
     a->mma.pair = pair;
     a->mma.scale = op->sub & 8 ? REG32(w, refs[5])[l] : 0;
-    for (uint32_t i = 0; op->sub & 16 && i < (pair ? 8 : 4); i++) a->mma.disable[i] = REG32(w, refs[6 + i])[l];
+    for (uint32_t i = 0; op->sub & 16 && i < (pair ? 8 : 4); i++)
+      a->mma.disable[i] = REG32(w, refs[6 + i])[l];
     Shape s;
     const char *wrong = shape_of(a->mma.idesc, pair, op->sub >> 2 & 1, &s);
-    if (wrong) return fault(w, op, FAULT_DESCRIPTOR, "the instruction descriptor 0x%x %s", a->mma.idesc, wrong);
+    if (wrong)
+      return fault(w, op, FAULT_DESCRIPTOR, "the instruction descriptor 0x%x %s", a->mma.idesc, wrong);
     if (pair && (w->cta->rank ^ 1) >= w->launch->cluster_size)
       return fault(w, op, FAULT_ILLEGAL, "cta_group::2 in a cluster of %u", w->launch->cluster_size);
     if (in_tmem && (s.rows != 128 || s.mn_a || s.element != 2))
-      return fault(w, op, FAULT_UNSUPPORTED, "A in TMEM with %u rows a CTA, or another type than f16 and bf16, is not implemented", s.rows);
+      return fault(w, op, FAULT_UNSUPPORTED, "A in TMEM with %u rows a CTA, or another type than f16 and "
+                   "bf16, is not implemented", s.rows);
     if (a->mma.d >> 16 & ~16u || (a->mma.d >> 16 && s.rows != 64) || (in_tmem && a->mma.a >> 16))
-      return fault(w, op, FAULT_TMEM, "tcgen05.mma with a TMEM address at lane %u", a->mma.d >> 16 ? a->mma.d >> 16 : (uint32_t)a->mma.a >> 16);
+      return fault(w, op, FAULT_TMEM, "tcgen05.mma with a TMEM address at lane %u", a->mma.d >> 16
+                   ? a->mma.d >> 16 : (uint32_t)a->mma.a >> 16);
     if (check_mma(a, &s) == ST_FAULT) return ST_FAULT;
     if (w->launch->hazards) clock_join(cluster_of(w), w->cta->pipe, state(w)->clock);
     if (async_issue(a) == ST_FAULT) return ST_FAULT;
@@ -372,7 +404,8 @@ Status exec_tc_mma(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-// tcgen05.commit. sub 0: cta_group::2, 1: multicast, 2: shared::cta address. Refs: mbarrier, CTA mask. imm: offset.
+// tcgen05.commit. sub 0: cta_group::2, 1: multicast, 2: shared::cta address. Refs: mbarrier, CTA mask. imm:
+// offset.
 Status exec_tc_commit(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   Cta *cta = w->cta;
@@ -383,7 +416,8 @@ Status exec_tc_commit(Warp *w, const Op *op, uint32_t mask) {
     a->arrive.offset = address & SMEM_OFFSET;
     a->arrive.multicast = op->sub & 2 ? REG32(w, refs[1])[l] & 0xffff : 1u << (address >> SMEM_RANK_SHIFT);
     if (!a->arrive.multicast || a->arrive.multicast >> w->launch->cluster_size)
-      return fault(w, op, FAULT_MEMORY, "tcgen05.commit to CTA mask 0x%x of a cluster of %u", a->arrive.multicast, w->launch->cluster_size);
+      return fault(w, op, FAULT_MEMORY, "tcgen05.commit to CTA mask 0x%x of a cluster of %u",
+                   a->arrive.multicast, w->launch->cluster_size);
     if (w->launch->hazards) {
       Cluster *c = cta->cluster;
       clock_g(c, cta->pipe)[pipe_comp(cta)] = cta->pipe_epoch++;
@@ -420,13 +454,15 @@ static void unpack_tmem(float *out, const Cta *cta, uint32_t column, Format f, i
 }
 
 // B's panel: [n][k] if K-major, [k][n] if MN-major, N over both CTAs of a pair.
-static void gather_b(Async *const *step, uint32_t steps, const Shape *s, Cta *const *ctas, uint32_t b_n, uint32_t b_k) {
+static void gather_b(Async *const *step, uint32_t steps, const Shape *s, Cta *const *ctas, uint32_t b_n,
+                     uint32_t b_k) {
   const uint32_t part = s->pair ? s->n / 2 : s->n;
   for (uint32_t i = 0; i < steps; i++) {
     Layout l;
     layout_of(step[i]->mma.b, s->mn_b, s->element, &l);
     for (uint32_t c = 0; c <= s->pair; c++)
-      unpack_operand(panel_b + (size_t)c * part * b_n + (size_t)i * s->depth * b_k, b_k, b_n, ctas[c]->smem, &l, s->fb, part, s->neg_b);
+      unpack_operand(panel_b + (size_t)c * part * b_n + (size_t)i * s->depth * b_k, b_k, b_n, ctas[c]->smem,
+                     &l, s->fb, part, s->neg_b);
   }
 }
 
@@ -443,14 +479,16 @@ static void gather_a(Async *const *step, uint32_t steps, const Shape *s, const C
   }
 }
 
-// Lane and column of D's element (row, column n) in one CTA; PTX ISA, "Data path layout": M = 128 or 256 fills the lanes; 64 rows of
-// one CTA take half of each quarter; 64 rows of a pair's CTA take lanes 0-63 for the lower half of N, 64-127 for the upper.
+// Lane and column of D's element (row, column n) in one CTA; PTX ISA, "Data path layout": M = 128 or 256
+// fills the lanes; 64 rows of one CTA take half of each quarter; 64 rows of a pair's CTA take lanes 0-63 for
+// the lower half of N, 64-127 for the upper.
 static uint32_t d_lane(const Shape *s, uint32_t row, uint32_t n) {
   if (s->rows == 128) return row;
   return s->pair ? row + (n >= s->n / 2 ? 64 : 0) : row / 16 * 32 + row % 16;
 }
 
-static void product_indirect(Async *a, const Shape *s, Cta *cta, uint32_t depth, uint32_t b_n, uint32_t b_k, uint32_t half) {
+static void product_indirect(Async *a, const Shape *s, Cta *cta, uint32_t depth, uint32_t b_n, uint32_t b_k,
+                             uint32_t half) {
   float *tmem = (float *)cta->tmem + (size_t)(a->mma.d & 0xffff) * TMEM_LANES + (a->mma.d >> 16);
   const float scale = 1.0f / (float)(1u << (a->mma.scale & 31));
   panel_product(result, s->rows, panel_a, s->rows, panel_b, b_n, b_k, s->rows, s->n, depth, 0);
@@ -471,7 +509,8 @@ static int has_masks(const Async *a) {
 
 static int mergeable(const Async *first, const Async *next) {
   return next && next->kind == A_MMA && next->mma.d == first->mma.d && next->mma.idesc == first->mma.idesc &&
-         next->mma.a_tmem == first->mma.a_tmem && next->mma.pair == first->mma.pair && next->mma.accumulate && !has_masks(next) &&
+         next->mma.a_tmem == first->mma.a_tmem && next->mma.pair == first->mma.pair &&
+             next->mma.accumulate && !has_masks(next) &&
          (next->op->sub & 4) == (first->op->sub & 4);
 }
 
@@ -485,7 +524,8 @@ static void multiply(Async *const *step, uint32_t steps) {
   for (uint32_t i = 0; i <= s.pair; i++) {
     gather_a(step, steps, &s, ctas[i]);
     if (s.rows == 128 && !has_masks(a))
-      panel_product((float *)ctas[i]->tmem + (size_t)(a->mma.d & 0xffff) * TMEM_LANES, TMEM_LANES, panel_a, 128, panel_b, b_n, b_k, 128, s.n,
+      panel_product((float *)ctas[i]->tmem + (size_t)(a->mma.d & 0xffff) * TMEM_LANES, TMEM_LANES, panel_a,
+                    128, panel_b, b_n, b_k, 128, s.n,
                     depth, (int)a->mma.accumulate);
     else
       product_indirect(a, &s, ctas[i], depth, b_n, b_k, i);
@@ -493,8 +533,8 @@ static void multiply(Async *const *step, uint32_t steps) {
   a->warp->launch->result->mma_flops += 2ull * s.m * s.n * depth;
 }
 
-// The last commits of a CTA may complete after its threads have left: at its own barriers nobody can tell, and kernels
-// in use end that way. An arrival at another CTA that has left is an error.
+// The last commits of a CTA may complete after its threads have left: at its own barriers nobody can tell,
+// and kernels in use end that way. An arrival at another CTA that has left is an error.
 static Status run_commit(Async *a) {
   Status s = ST_NEXT;
   for (uint32_t r = 0; r < a->warp->launch->cluster_size && s == ST_NEXT; r++)

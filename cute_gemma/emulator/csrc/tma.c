@@ -1,5 +1,5 @@
-// Bulk copies: tensor maps, boxes, swizzling, multicast, reductions; bulk groups. A load writes in one step; a store reads
-// shared memory in one step and writes global memory in another.
+// Bulk copies: tensor maps, boxes, swizzling, multicast, reductions; bulk groups. A load writes in one step;
+// a store reads shared memory in one step and writes global memory in another.
 #include "global.h"
 #include "hazard.h"
 #include "tma.h"
@@ -7,10 +7,11 @@
 #include <string.h>
 
 // ---------------------------------------------------------------- tensor maps
-// Layout of the 128 bytes as the DSL's host code packs them (found by probing it; CUtensorMap is opaque): bytes 0-7 address;
-// 8-11 flags, [6:4] rank-1, [10:7] type, [12:11] interleave, [14:13] swizzle; 12-27 strides/16, 28-31 their bits 35:32, four
-// each; 32-51 sizes-1; 52-54 element strides-1, three bits each; 55-59 box sizes-1. Flags 18 (always set) and 21 (set for large
-// strides and for 8-byte elements) change nothing that is visible here; others never occurred.
+// Layout of the 128 bytes as the DSL's host code packs them (found by probing it; CUtensorMap is opaque):
+// bytes 0-7 address; 8-11 flags, [6:4] rank-1, [10:7] type, [12:11] interleave, [14:13] swizzle; 12-27
+// strides/16, 28-31 their bits 35:32, four each; 32-51 sizes-1; 52-54 element strides-1, three bits each;
+// 55-59 box sizes-1. Flags 18 (always set) and 21 (set for large strides and for 8-byte elements) change
+// nothing that is visible here; others never occurred.
 #define KNOWN_FLAGS 0x00247fffu
 static const uint8_t ELEMENT_SIZE[16] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2};
 
@@ -69,7 +70,8 @@ static const TensorMap *tensor_map(Warp *w, const Op *op, uint64_t address, uint
     slot->key = address;
   }
   if (slot->map.rank != dims) {
-    fault(w, op, FAULT_DESCRIPTOR, "a %u-dimensional copy with a tensor map of %u dimensions", dims, slot->map.rank);
+    fault(w, op, FAULT_DESCRIPTOR, "a %u-dimensional copy with a tensor map of %u dimensions", dims,
+          slot->map.rank);
     return NULL;
   }
   return &slot->map;
@@ -81,7 +83,8 @@ static inline uint32_t swizzled(uint32_t at, uint32_t mode) {
   return at ^ (at >> 3 & MASK[mode]);
 }
 
-typedef struct { uint64_t global; uint32_t smem, skip, valid; } Row;  // bytes before the first one in bounds; bytes in bounds
+// bytes before the first one in bounds; bytes in bounds
+typedef struct { uint64_t global; uint32_t smem, skip, valid; } Row;
 
 static uint32_t box_rows(const TensorMap *m) { return m->box_bytes / (m->box[0] * m->size); }
 
@@ -107,7 +110,8 @@ static Row box_row(const TensorMap *m, const Coord *c, uint32_t row) {
 static void fill_row(uint8_t *smem, uint32_t base, const TensorMap *m, const Row *r, const uint8_t *src) {
   const uint32_t inner = m->box[0] * m->size;
   if (r->valid == inner && (inner <= 128 || !m->swizzle) && (base + r->smem) % 128 == 0) {
-    const uint32_t at = base + r->smem, flip = swizzled(at, m->swizzle) ^ at;     // bits 4-6, from bits 7-9: the same all along
+    // bits 4-6, from bits 7-9: the same all along
+    const uint32_t at = base + r->smem, flip = swizzled(at, m->swizzle) ^ at;
     for (uint32_t i = 0; i < inner; i += 16) memcpy(smem + ((at + i) ^ flip), src + i, 16);
     return;
   }
@@ -118,7 +122,8 @@ static void fill_row(uint8_t *smem, uint32_t base, const TensorMap *m, const Row
       continue;
     }
     memset(to, 0, 16);
-    uint32_t low = i > r->skip ? i : r->skip, high = i + 16 < r->skip + r->valid ? i + 16 : r->skip + r->valid;
+    uint32_t low = i > r->skip ? i : r->skip, high = i + 16 < r->skip + r->valid ? i + 16 : r->skip +
+        r->valid;
     if (low < high) memcpy(to + (low - i), src + (low - r->skip), high - low);
   }
 }
@@ -200,9 +205,11 @@ static void reduce_half(uint8_t *to, const uint8_t *from, uint32_t kind, int bf1
 Status reduce_row(Async *a, const TensorMap *m, uint8_t *to, const uint8_t *from, uint32_t bytes) {
   const uint32_t kind = a->copy.reduce;
   const int half = m->dtype == 6 || m->dtype == 10, single = m->dtype == 7;
-  if ((kind == 4 || kind == 5) || (half && kind > 3) || (single && kind != 1) || (m->size == 1) || (m->dtype == 1) || m->dtype > 10 ||
+  if ((kind == 4 || kind == 5) || (half && kind > 3) || (single && kind != 1) || (m->size == 1) ||
+      (m->dtype == 1) || m->dtype > 10 ||
       m->dtype == 8 || m->dtype == 9)
-    return fault(a->warp, a->op, FAULT_UNSUPPORTED, "a reduction of kind %u on a tensor map of type %u is not implemented", kind, m->dtype);
+    return fault(a->warp, a->op, FAULT_UNSUPPORTED, "a reduction of kind %u on a tensor map of type %u is "
+                 "not implemented", kind, m->dtype);
   for (uint32_t i = 0; i < bytes; i += m->size, to += m->size, from += m->size) {
     if (half) {
       reduce_half(to, from, kind, m->dtype == 10);
@@ -220,8 +227,9 @@ Status reduce_row(Async *a, const TensorMap *m, uint8_t *to, const uint8_t *from
 }
 
 // ---------------------------------------------------------------- copies into shared memory
-// Destinations of a copy: (CTA of the data, CTA of the barrier). With multicast, data and signal go to the same offsets in
-// each CTA of the mask; with cta_group::2 the signal goes to the CTA of the pair that the barrier's address names.
+// Destinations of a copy: (CTA of the data, CTA of the barrier). With multicast, data and signal go to the
+// same offsets in each CTA of the mask; with cta_group::2 the signal goes to the CTA of the pair that the
+// barrier's address names.
 static uint32_t destinations(Async *a, Cta **data, Cta **barrier) {
   Cluster *c = a->cta->cluster;
   uint32_t n = 0;
@@ -276,12 +284,14 @@ static Status finish_load(Async *a) {
     if (load_box(a, &a->copy.map, data, n) == ST_FAULT) return ST_FAULT;
   } else {
     if (a->kind == A_BULK_LOAD && !global_check_async(a, a->copy.global, a->copy.bytes, 0)) return ST_FAULT;
-    const uint8_t *from = a->kind == A_BULK_LOAD ? (const uint8_t *)a->copy.global : a->cta->smem + a->copy.other_smem;
+    const uint8_t *from = a->kind == A_BULK_LOAD ? (const uint8_t *)a->copy.global : a->cta->smem +
+        a->copy.other_smem;
     for (uint32_t k = 0; k < n; k++) memcpy(data[k]->smem + a->copy.smem, from, a->copy.bytes);
   }
   w->launch->result->tma_load_bytes += a->copy.bytes;  // read once, however many CTAs receive it
   for (uint32_t k = 0; k < n; k++)
-    if (mbar_copy_done(w, a->op, barrier[k], a->copy.mbar & SMEM_OFFSET, a->copy.bytes) == ST_FAULT) return ST_FAULT;
+    if (mbar_copy_done(w, a->op, barrier[k], a->copy.mbar & SMEM_OFFSET, a->copy.bytes) == ST_FAULT)
+      return ST_FAULT;
   async_free(w->launch, a);
   return ST_NEXT;
 }
@@ -292,8 +302,10 @@ static int multicast_ok(Warp *w, const Op *op, uint32_t ranks) {
   return 0;
 }
 
-// cp.async.bulk.tensor, global to shared. sub [2:0] dimensions, [3] multicast, [4] cta_group::2, [5] .shared::cta.
-// Refs: destination, tensor map, mbarrier, CTA mask, coordinates. imm: offsets of destination (low) and mbarrier (high);
+// cp.async.bulk.tensor, global to shared. sub [2:0] dimensions, [3] multicast, [4] cta_group::2, [5]
+// .shared::cta.
+// Refs: destination, tensor map, mbarrier, CTA mask, coordinates. imm: offsets of destination (low) and
+// mbarrier (high);
 // imm2: offset of the tensor map.
 Status exec_tma_load(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -301,7 +313,8 @@ Status exec_tma_load(Warp *w, const Op *op, uint32_t mask) {
   EACH_LANE(l, mask) {
     const TensorMap *m = tensor_map(w, op, REG64(w, refs[1])[l] + (uint64_t)op->imm2, dims);
     if (!m) return ST_FAULT;
-    uint32_t to = REG32(w, refs[0])[l] + (uint32_t)op->imm, mbar = REG32(w, refs[2])[l] + (uint32_t)((uint64_t)op->imm >> 32);
+    uint32_t to = REG32(w, refs[0])[l] + (uint32_t)op->imm, mbar = REG32(w, refs[2])[l] +
+        (uint32_t)((uint64_t)op->imm >> 32);
     uint32_t ranks = op->sub & 8 ? REG32(w, refs[3])[l] & 0xffff : 0;
     if (op->sub & 8 && !multicast_ok(w, op, ranks)) return ST_FAULT;
     Cta *cta = shared_target(w, op, to, m->box_bytes, 128, !(op->sub & 32));
@@ -374,7 +387,8 @@ Status run_copy(Async *a) {
   return a->kind == A_TMA_STORE || a->kind == A_BULK_STORE ? step_store(a) : finish_load(a);
 }
 
-// cp.async.bulk.tensor and cp.reduce.async.bulk.tensor, shared to global. sub [2:0] dimensions, [6:3] reduction.
+// cp.async.bulk.tensor and cp.reduce.async.bulk.tensor, shared to global. sub [2:0] dimensions, [6:3]
+// reduction.
 // Refs: tensor map, source, coordinates. imm: offset of the source; imm2: of the tensor map.
 Status exec_tma_store(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -395,17 +409,21 @@ Status exec_tma_store(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-// cp.async.bulk. sub [1:0]: 0 global to shared, 1 shared to global, 2 shared to shared of another CTA; [3] multicast.
-// Refs: destination, source, size, mbarrier, CTA mask. imm: offsets of destination (low) and mbarrier (high); imm2: of source.
+// cp.async.bulk. sub [1:0]: 0 global to shared, 1 shared to global, 2 shared to shared of another CTA; [3]
+// multicast.
+// Refs: destination, source, size, mbarrier, CTA mask. imm: offsets of destination (low) and mbarrier (high);
+// imm2: of source.
 Status exec_bulk_copy(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t kind = op->sub & 3;
   static const AsyncKind KIND[3] = {A_BULK_LOAD, A_BULK_STORE, A_BULK_DSMEM};
   EACH_LANE(l, mask) {
     uint32_t size = REG32(w, refs[2])[l], ranks = op->sub & 8 ? REG32(w, refs[4])[l] & 0xffff : 0;
-    uint64_t global = kind == 0 ? REG64(w, refs[1])[l] + (uint64_t)op->imm2 : kind == 1 ? REG64(w, refs[0])[l] + (uint64_t)(int32_t)op->imm : 0;
+    uint64_t global = kind == 0 ? REG64(w, refs[1])[l] + (uint64_t)op->imm2 : kind == 1 ? REG64(w,
+        refs[0])[l] + (uint64_t)(int32_t)op->imm : 0;
     if (!size || size % 16 || global % 16)
-      return fault(w, op, FAULT_MISALIGNED, "cp.async.bulk of %u bytes, global address 0x%llx: both must be multiples of 16", size,
+      return fault(w, op, FAULT_MISALIGNED, "cp.async.bulk of %u bytes, global address 0x%llx: both must be "
+                   "multiples of 16", size,
                    (unsigned long long)global);
     if (op->sub & 8 && !multicast_ok(w, op, ranks)) return ST_FAULT;
     Async *a = async_new(w->launch, KIND[kind], w, op);
@@ -418,7 +436,8 @@ Status exec_bulk_copy(Warp *w, const Op *op, uint32_t mask) {
       if (issue_store(a, size) == ST_FAULT) return ST_FAULT;
       continue;
     }
-    uint32_t to = REG32(w, refs[0])[l] + (uint32_t)op->imm, mbar = REG32(w, refs[3])[l] + (uint32_t)((uint64_t)op->imm >> 32);
+    uint32_t to = REG32(w, refs[0])[l] + (uint32_t)op->imm, mbar = REG32(w, refs[3])[l] +
+        (uint32_t)((uint64_t)op->imm >> 32);
     a->copy.other = shared_target(w, op, to, size, 16, 1);
     if (!a->copy.other || !shared_target(w, op, mbar, 8, 8, 1)) return ST_FAULT;
     a->copy.smem = to & SMEM_OFFSET, a->copy.mbar = mbar, a->copy.multicast = ranks;
@@ -446,11 +465,13 @@ Status exec_bulk_commit(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
-// cp.async.bulk.wait_group[.read] imm. sub 1: .read (the sources may be overwritten; the writes may be still under way).
+// cp.async.bulk.wait_group[.read] imm. sub 1: .read (the sources may be overwritten; the writes may be still
+// under way).
 Status exec_bulk_wait(Warp *w, const Op *op, uint32_t mask) {
   Groups *g = &state(w)->bulk;
   Cluster *c = cluster_of(w);
-  if (g->open - 1 <= (uint32_t)op->imm || (g->lanes & ~mask)) return ST_NEXT;   // groups belong to the lanes that made them
+  // groups belong to the lanes that made them
+  if (g->open - 1 <= (uint32_t)op->imm || (g->lanes & ~mask)) return ST_NEXT;
   const uint32_t last = g->open - 1 - (uint32_t)op->imm;
   for (Async *a = c->queue_head, *next; a; a = next) {
     next = a->next;

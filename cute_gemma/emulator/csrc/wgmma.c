@@ -1,5 +1,6 @@
-// wgmma, sm_90a. An operation belongs to the four warps of a warpgroup, which all issue it; each holds 16 of its 64 rows. Operations
-// run in order, at the latest when a wgmma.wait_group of any of the warps covers them.
+// wgmma, sm_90a. An operation belongs to the four warps of a warpgroup, which all issue it; each holds 16 of
+// its 64 rows. Operations run in order, at the latest when a wgmma.wait_group of any of the warps covers
+// them.
 #include "hazard.h"
 #include "operand.h"
 #include <string.h>
@@ -7,7 +8,8 @@
 #define MERGE 4                     // K steps that one product takes together
 
 // Op.sub of WGMMA
-enum { W_N = 63, W_A_REGISTERS = 64, W_TRANS_A = 128, W_TRANS_B = 256, W_NEGATE_A = 512, W_NEGATE_B = 1024, W_FORMAT = 11 };
+enum { W_N = 63, W_A_REGISTERS = 64, W_TRANS_A = 128, W_TRANS_B = 256, W_NEGATE_A = 512, W_NEGATE_B = 1024,
+      W_FORMAT = 11 };
 // Refs: scale-d, B's descriptor, A's descriptor or four registers, then the accumulators.
 #define FIRST_D(op) ((op)->sub & W_A_REGISTERS ? 6 : 3)
 
@@ -15,12 +17,14 @@ static uint32_t columns_of(const Op *op) { return (op->sub & W_N) * 8; }
 static Format format_of(const Op *op) { return op->sub >> W_FORMAT & 3; }
 static uint32_t element_of(const Op *op) { return format_of(op) == F_TF32 ? 4 : 2; }
 
-// PTX ISA, "Matrix descriptor" of wgmma: [13:0] address/16, [29:16] leading offset/16, [45:32] stride offset/16, [51:49] base offset,
-// [63:62] swizzle.
+// PTX ISA, "Matrix descriptor" of wgmma: [13:0] address/16, [29:16] leading offset/16, [45:32] stride
+// offset/16, [51:49] base offset, [63:62] swizzle.
 static const char *layout_of(uint64_t desc, int mn_major, uint32_t element, uint32_t first, Layout *l) {
   static const uint8_t MODE[4] = {0, 3, 2, 1};
-  *l = (Layout){.start = (uint32_t)(desc & 0x3fff) << 4, .leading = (uint32_t)(desc >> 16 & 0x3fff) << 4, .first = first,
-                .stride = (uint32_t)(desc >> 32 & 0x3fff) << 4, .mn_major = (uint32_t)mn_major, .element = element, .swizzle = MODE[desc >> 62]};
+  *l = (Layout){.start = (uint32_t)(desc & 0x3fff) << 4, .leading = (uint32_t)(desc >> 16 & 0x3fff) << 4,
+                .first = first,
+                .stride = (uint32_t)(desc >> 32 & 0x3fff) << 4, .mn_major = (uint32_t)mn_major,
+                    .element = element, .swizzle = MODE[desc >> 62]};
   return desc >> 49 & 7 ? "has a base offset, which is not implemented" : NULL;
 }
 
@@ -41,14 +45,16 @@ static uint16_t group_comp(const Warp *w) { return (uint16_t)(warp_comp(w, C_WGM
 static Status check(Warp *w, const Op *op, Async *a) {
   Layout l;
   const uint32_t element = element_of(op), depth = 32 / element, first = w->id % 4 * 16;
-  const char *wrong = op->sub & W_A_REGISTERS ? NULL : layout_of(a->wgmma.a, op->sub & W_TRANS_A, element, first, &l);
+  const char *wrong = op->sub & W_A_REGISTERS ? NULL : layout_of(a->wgmma.a, op->sub & W_TRANS_A, element,
+                                                                 first, &l);
   if (wrong) return fault(w, op, FAULT_DESCRIPTOR, "the descriptor of A %s", wrong);
   Agent x = agent_of(w, op);
   x.comp = group_comp(w);
   x.epoch = state(w)->wgmma.open;
   x.async = 1;
   if (!(op->sub & W_A_REGISTERS) && !operand_check(w->cta, &l, 16, depth, "A", &x)) return ST_FAULT;
-  if ((wrong = layout_of(a->wgmma.b, op->sub & W_TRANS_B, element, 0, &l))) return fault(w, op, FAULT_DESCRIPTOR, "the descriptor of B %s", wrong);
+  if ((wrong = layout_of(a->wgmma.b, op->sub & W_TRANS_B, element, 0, &l)))
+    return fault(w, op, FAULT_DESCRIPTOR, "the descriptor of B %s", wrong);
   return w->id % 4 || operand_check(w->cta, &l, columns_of(op), depth, "B", &x) ? ST_NEXT : ST_FAULT;
 }
 
@@ -85,9 +91,11 @@ static void gather_a_registers(float *out, Warp *w, const int32_t *refs, Format 
 
 static int mergeable(const Warp *w, const Async *a, const Async *b) {
   const int32_t *refs = w->launch->program->refs, n = (int32_t)columns_of(a->op) / 2;
-  const uint32_t same = W_N | 3u << W_FORMAT | W_TRANS_A | W_TRANS_B | W_NEGATE_A | W_NEGATE_B | W_A_REGISTERS;
+  const uint32_t same = W_N | 3u << W_FORMAT | W_TRANS_A | W_TRANS_B | W_NEGATE_A | W_NEGATE_B |
+      W_A_REGISTERS;
   return b && b->wgmma.accumulate && (a->op->sub & same) == (b->op->sub & same) &&
-         !memcmp(refs + a->op->args + FIRST_D(a->op), refs + b->op->args + FIRST_D(b->op), (size_t)n * sizeof *refs);
+         !memcmp(refs + a->op->args + FIRST_D(a->op), refs + b->op->args + FIRST_D(b->op),
+                 (size_t)n * sizeof *refs);
 }
 
 static void gather_a(Warp *w, Async *const *step, uint32_t steps) {
@@ -112,7 +120,8 @@ static void gather_b(const Cta *cta, Async *const *step, uint32_t steps) {
   for (uint32_t i = 0; i < steps; i++) {
     Layout l;
     layout_of(step[i]->wgmma.b, op->sub & W_TRANS_B, element_of(op), 0, &l);
-    unpack_operand(panel_b + (size_t)i * depth * n, n, 1, cta->smem, &l, format_of(op), n, op->sub & W_NEGATE_B);
+    unpack_operand(panel_b + (size_t)i * depth * n, n, 1, cta->smem, &l, format_of(op), n,
+                   op->sub & W_NEGATE_B);
   }
 }
 
@@ -132,7 +141,8 @@ static Status run_operations(Warp *first, uint32_t count) {
   while (count) {
     Async *step[MERGE] = {state(first)->wgmma_head};
     uint32_t n = 1;
-    while (n < MERGE && n < count && mergeable(first, step[0], step[n - 1]->next)) step[n] = step[n - 1]->next, n++;
+    while (n < MERGE && n < count && mergeable(first, step[0], step[n - 1]->next))
+      step[n] = step[n - 1]->next, n++;
     gather_b(first->cta, step, n);
     for (uint32_t i = 0; i < 4; i++) {
       WarpState *s = state(first + i);
@@ -140,7 +150,8 @@ static Status run_operations(Warp *first, uint32_t count) {
       for (uint32_t k = 0; k < n; k++) {
         own[k] = k ? own[k - 1]->next : s->wgmma_head;
         if (own[k]->op != step[k]->op || own[k]->wgmma.b != step[k]->wgmma.b)
-          return fault(first + i, own[k]->op, FAULT_ILLEGAL, "the warps of a warpgroup do not issue the same wgmma.mma_async");
+          return fault(first + i, own[k]->op, FAULT_ILLEGAL, "the warps of a warpgroup do not issue the same "
+                       "wgmma.mma_async");
       }
       multiply(first + i, own, n);
     }
@@ -171,7 +182,8 @@ static uint32_t queued_by_all(Warp *w) {
 // Without checks: results arrive when they are used, if the other warps have come as far.
 Status wgmma_arrive(Warp *w) {
   if (run_operations(leader(w), queued_by_all(w)) == ST_FAULT) return ST_FAULT;
-  if (!state(w)->wgmma_queued) memset(state(w)->pending, 0, (w->launch->program->reg_bytes / SLOT / 64 + 1) * sizeof(uint64_t));
+  if (!state(w)->wgmma_queued)
+    memset(state(w)->pending, 0, (w->launch->program->reg_bytes / SLOT / 64 + 1) * sizeof(uint64_t));
   return ST_NEXT;
 }
 
@@ -180,9 +192,12 @@ Status exec_wgmma(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t lane = first_lane(mask);
   WarpState *s = state(w);
-  if ((w->id | 3) >= w->launch->nwarps) return fault(w, op, FAULT_ILLEGAL, "wgmma.mma_async needs four warps, and warp %u has no full warpgroup", w->id);
+  if ((w->id | 3) >= w->launch->nwarps)
+    return fault(w, op, FAULT_ILLEGAL, "wgmma.mma_async needs four warps, and warp %u has no full warpgroup",
+                 w->id);
   if (!s->wgmma_fenced)
-    return fault(w, op, FAULT_ASYNC_REGISTER, "wgmma.mma_async without a wgmma.fence before it: its registers' values are not ordered before it");
+    return fault(w, op, FAULT_ASYNC_REGISTER, "wgmma.mma_async without a wgmma.fence before it: its "
+                 "registers' values are not ordered before it");
   Async *a = async_new(w->launch, A_WGMMA, w, op);
   a->wgmma.a = op->sub & W_A_REGISTERS ? 0 : REG64(w, refs[2])[lane];
   a->wgmma.b = REG64(w, refs[1])[lane];
@@ -197,7 +212,8 @@ Status exec_wgmma(Warp *w, const Op *op, uint32_t mask) {
   s->wgmma_queued++;
   mark(w, op, 1);
   const uint32_t policy = w->launch->desc->policy;
-  return policy == 0 || (policy == 2 && next_random(w->launch) % 8 == 0) ? run_operations(leader(w), queued_by_all(w)) : ST_NEXT;
+  return policy == 0 || (policy == 2 && next_random(w->launch) % 8 == 0) ? run_operations(leader(w),
+      queued_by_all(w)) : ST_NEXT;
 }
 
 Status exec_wgmma_fence(Warp *w, const Op *op, uint32_t mask) {
@@ -224,7 +240,8 @@ Status exec_wgmma_wait(Warp *w, const Op *op, uint32_t mask) {
   uint32_t count = 0;
   for (Async *a = s->wgmma_head; a && a->wgmma.group <= last; a = a->next) count++;
   for (uint32_t i = 0; count && i < 4; i++)
-    if (state(leader(w) + i)->wgmma.open <= last) return block(w, op, &(Waiting){.kind = WAIT_WGMMA, .id = w->id / 4});
+    if (state(leader(w) + i)->wgmma.open <= last)
+      return block(w, op, &(Waiting){.kind = WAIT_WGMMA, .id = w->id / 4});
   if (run_operations(leader(w), count) == ST_FAULT) return ST_FAULT;
   if (last > g->done) g->done = last;
   if (w->launch->hazards) clock_g(cluster_of(w), s->clock)[group_comp(w)] = g->done;
