@@ -70,8 +70,8 @@ def _tensor(ins: ptx.Instruction, b: Builder, words: Words, reduction: int) -> N
         raise b.unsupported(f"{len(coords)} coordinates")
     sub = dims | multicast << 3 | (group == 2) << 4 | (to == "shared::cta") << 5
     b.emit(
-        "TMA_LOAD", target, tensor_ref, barrier_ref, mask, *coords, sub=sub, imm=offsets(target_offset, barrier_offset),
-        imm2=tensor_offset,
+        "TMA_LOAD", target, tensor_ref, barrier_ref, mask, *coords, sub=sub,
+        imm=offsets(target_offset, barrier_offset), imm2=tensor_offset,
     )  # fmt: skip
 
 
@@ -82,7 +82,8 @@ def _store(ins: ptx.Instruction, b: Builder, dims: int, reduction: int, hint: bo
     coords = [b.src(c, 32) for c in tensor.coords]
     if len(coords) != dims:
         raise b.unsupported(f"{len(coords)} coordinates")
-    b.emit("TMA_STORE", tensor_ref, source_ref, *coords, sub=dims | reduction << 3, imm=source_offset, imm2=tensor_offset)
+    sub = dims | reduction << 3
+    b.emit("TMA_STORE", tensor_ref, source_ref, *coords, sub=sub, imm=source_offset, imm2=tensor_offset)
 
 
 def _linear(ins: ptx.Instruction, b: Builder, words: Words) -> None:
@@ -94,7 +95,10 @@ def _linear(ins: ptx.Instruction, b: Builder, words: Words) -> None:
         target, origin, size = operands(ins, b, 3 + hint)[:3]
         target_ref, target_offset = b.address(target, 64)
         source_ref, source_offset = b.address(origin, 32)
-        return b.emit("BULK_COPY", target_ref, source_ref, b.src(size, 32), sub=1, imm=offsets(target_offset), imm2=source_offset)
+        return b.emit(
+            "BULK_COPY", target_ref, source_ref, b.src(size, 32), sub=1, imm=offsets(target_offset),
+            imm2=source_offset,
+        )  # fmt: skip
     words.need("mbarrier::complete_tx::bytes")
     multicast = words.has("multicast::cluster")
     words.done()
@@ -136,7 +140,8 @@ def lower_cluster_launch_control(ins: ptx.Instruction, b: Builder) -> None:
         words.done()
         return b.emit("CLC_QUERY", source, b.pred_dst(target), sub=0)
     words.need("b32")
-    part = words.choice({f"get_first_ctaid::{axis}": i for i, axis in enumerate("xyz", 1)} | {"get_first_ctaid": 4})
+    axes = {f"get_first_ctaid::{axis}": i for i, axis in enumerate("xyz", 1)}
+    part = words.choice(axes | {"get_first_ctaid": 4})
     words.has("v4")
     words.done()
     found = items(target)

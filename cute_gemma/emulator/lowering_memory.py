@@ -7,7 +7,8 @@ from .lowering import Builder, lowers
 from .lowering_words import CACHE_WORDS, Words, items, offsets, operands
 
 GLOBAL, SHARED, CLUSTER, GENERIC = range(4)        # SPACE_* of csrc/memory.h
-SPACES = {"global": GLOBAL, "shared": SHARED, "shared::cta": SHARED, "shared::cluster": CLUSTER, "const": GLOBAL}
+WRITABLE_SPACES = {"global": GLOBAL, "shared": SHARED, "shared::cta": SHARED, "shared::cluster": CLUSTER}
+SPACES = WRITABLE_SPACES | {"const": GLOBAL}
 VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 SCOPES = ("cta", "cluster", "gpu", "sys")
 
@@ -67,7 +68,8 @@ def lower_ld(ins: ptx.Instruction, b: Builder) -> None:
         raise b.unsupported(f"{len(targets)} results")
     address, offset = b.address(ops[1], address_bits(where))
     # Sub-word results are extended to the width of their register.
-    width = 1 if bits >= 32 else {16: 0, 32: 1, 64: 2}[max((t.bits for t in targets if t is not ptx.SINK), default=32)]
+    widest = max((t.bits for t in targets if t is not ptx.SINK), default=32)
+    width = 1 if bits >= 32 else {16: 0, 32: 1, 64: 2}[widest]
     stored = bits if bits >= 32 else 64 if width == 2 else 32
     signed = kind[0] == "s"
     results = [b.dst(t, stored, signed=signed) if t is not ptx.SINK else b.scratch for t in targets]
@@ -84,7 +86,7 @@ def lower_st(ins: ptx.Instruction, b: Builder) -> None:
     ops = cache_policy(ins, words, ins.operands)
     if len(ops) != 2:
         raise b.unsupported(f"{len(ops)} operands")
-    sem, where = semantics(words, "release"), words.choice({k: v for k, v in SPACES.items() if k != "const"}, GENERIC)
+    sem, where = semantics(words, "release"), words.choice(WRITABLE_SPACES, GENERIC)
     words.drop(CACHE_WORDS)
     count = words.choice(VECTORS, 1)
     words.done()
@@ -99,8 +101,8 @@ def lower_st(ins: ptx.Instruction, b: Builder) -> None:
 # ---------------------------------------------------------------- atom, red
 _ATOMICS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 _ATOMIC_TYPES = {
-    "u32": 0, "b32": 0, "u64": 0, "b64": 0, "b16": 0, "s32": 1, "s64": 1, "f32": 2, "f64": 3, "f16": 4, "f16x2": 4,
-    "bf16": 5, "bf16x2": 5,
+    "u32": 0, "b32": 0, "u64": 0, "b64": 0, "b16": 0, "s32": 1, "s64": 1, "f32": 2, "f64": 3,
+    "f16": 4, "f16x2": 4, "bf16": 5, "bf16x2": 5,
 }  # fmt: skip
 _FLOAT_ATOMICS = {2: ("add", "exch"), 3: ("add", "exch"), 4: ("add", "min", "max"), 5: ("add", "min", "max")}
 
@@ -119,7 +121,7 @@ def lower_atom(ins: ptx.Instruction, b: Builder) -> None:
     if words.has("cta"):
         sem = 0
     words.has(*SCOPES)
-    where, count = words.choice({k: v for k, v in SPACES.items() if k != "const"}, GENERIC), words.choice(VECTORS, 1)
+    where, count = words.choice(WRITABLE_SPACES, GENERIC), words.choice(VECTORS, 1)
     words.drop({"noftz", *CACHE_WORDS})
     what = words.choice(_ATOMICS)
     words.done()
@@ -133,7 +135,8 @@ def lower_atom(ins: ptx.Instruction, b: Builder) -> None:
     address, offset = b.address(pointer, address_bits(where))
     sources = [b.src(v, bits) for operand in values for v in items(operand)]
     targets = [b.dst(r, bits) if r is not ptx.SINK else b.scratch for r in results]
-    sub = where | (bits // 8).bit_length() - 1 << 2 | count << 5 | sem << 9 | what << 11 | type_ << 15 | result << 18
+    sub = where | (bits // 8).bit_length() - 1 << 2 | count << 5 | sem << 9 | what << 11
+    sub |= type_ << 15 | result << 18
     b.emit("ATOM", address, *sources, *targets, sub=sub, imm=offset)
 
 

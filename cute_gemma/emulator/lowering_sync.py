@@ -22,7 +22,7 @@ def lower_mbarrier(ins: ptx.Instruction, b: Builder) -> None:
 
 
 def _pointer(b: Builder, words: Words, operand) -> tuple[int, int, bool]:
-    """Reference, offset, and whether the address may name another CTA of the cluster. A generic address is narrowed."""
+    """Reference, offset, and whether the address may name another CTA. A generic address is narrowed."""
     cluster = words.has("shared::cluster")
     shared = cluster or words.has(*_SHARED)
     if shared:
@@ -76,7 +76,8 @@ def _tx(ins, b, words) -> None:
     pointer, count = operands(ins, b, 2)
     address, offset, cluster = _pointer(b, words, pointer)
     words.done()
-    b.emit("MBAR_TX", address, b.src(count, 32), sub=cluster, imm=offset, imm2=1 if ins.words[1] == "expect_tx" else -1)
+    sign = 1 if ins.words[1] == "expect_tx" else -1
+    b.emit("MBAR_TX", address, b.src(count, 32), sub=cluster, imm=offset, imm2=sign)
 
 
 def _wait(ins, b, words) -> None:
@@ -93,8 +94,8 @@ def _wait(ins, b, words) -> None:
 
 
 _MBARRIER = {
-    "init": _init, "inval": _inval, "arrive": _arrive, "arrive_drop": _arrive, "expect_tx": _tx, "complete_tx": _tx,
-    "test_wait": _wait, "try_wait": _wait,
+    "init": _init, "inval": _inval, "arrive": _arrive, "arrive_drop": _arrive, "expect_tx": _tx,
+    "complete_tx": _tx, "test_wait": _wait, "try_wait": _wait,
 }  # fmt: skip
 
 
@@ -148,7 +149,8 @@ def lower_fence(ins: ptx.Instruction, b: Builder) -> None:
         words.drop({"global", "shared::cta", "shared::cluster"})
         kind = 1
     elif proxy:
-        words.need(*(w for w in ("alias",) if "tensormap::generic" not in words.left and "async::generic" not in words.left))
+        if not {"tensormap::generic", "async::generic"} & set(words.left):
+            words.need("alias")
         if words.has("async::generic"):
             kind = 0 if "acquire" in words.left else 1
         words.drop({"tensormap::generic", "sync_restrict::shared::cta", "sync_restrict::shared::cluster"})

@@ -37,7 +37,8 @@ def lower_wgmma(ins: ptx.Instruction, b: Builder) -> None:
 def _mma(ins: ptx.Instruction, b: Builder, words: Words) -> None:
     shape, result, kind, kind_b = words.left if len(words.left) == 4 else (None,) * 4
     size = re.fullmatch(r"m64n(\d+)k(\d+)", shape or "")
-    if size is None or result != "f32" or kind != kind_b or kind not in _FORMATS or int(size[2]) != _DEPTH[kind]:
+    known = size is not None and result == "f32" and kind == kind_b and kind in _FORMATS
+    if not known or int(size[2]) != _DEPTH[kind]:
         raise b.unsupported("shape or types")
     columns = int(size[1])
     if columns % 8 or not 8 <= columns <= 256:
@@ -47,7 +48,8 @@ def _mma(ins: ptx.Instruction, b: Builder, words: Words) -> None:
     flags = [sign.value for sign in signs]
     # scale-a, scale-b, then trans-a (of a descriptor) and trans-b, which 32-bit types do not have
     wanted = 2 if kind == "tf32" else 3 if in_registers else 4
-    if len(flags) != wanted or any(f not in (1, -1) for f in flags[:2]) or any(f not in (0, 1) for f in flags[2:]):
+    fine = set(flags[:2]) <= {1, -1} and set(flags[2:]) <= {0, 1}
+    if len(flags) != wanted or not fine:
         raise b.unsupported(f"{len(ins.operands)} operands")
     trans_b = flags[-1] if wanted > 2 else 0
     trans_a = flags[2] if wanted == 4 else 0
@@ -62,5 +64,6 @@ def _mma(ins: ptx.Instruction, b: Builder, words: Words) -> None:
     if in_registers:
         flying = b.pending.setdefault("wgmma", {}).setdefault(b.index, [])
         flying += [r.id for r in items(a)]
-    sub = columns // 8 | in_registers << 6 | trans_a << 7 | trans_b << 8 | (flags[0] < 0) << 9 | (flags[1] < 0) << 10
-    b.emit("WGMMA", *refs, sub=sub | _FORMATS[kind] << 11, aligned=True)
+    sub = columns // 8 | in_registers << 6 | trans_a << 7 | trans_b << 8 | _FORMATS[kind] << 11
+    sub |= (flags[0] < 0) << 9 | (flags[1] < 0) << 10
+    b.emit("WGMMA", *refs, sub=sub, aligned=True)

@@ -6,8 +6,9 @@ from . import ptx
 from .lowering import Builder
 
 CACHE_WORDS = frozenset(
-    ["L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate", "L2::evict_last",
-     "L2::evict_normal", "L2::evict_first", "L2::64B", "L2::128B", "L2::256B", "ca", "cg", "cs", "lu", "cv", "wb", "wt"]
+    ["L1::evict_normal", "L1::evict_unchanged", "L1::evict_first", "L1::evict_last", "L1::no_allocate",
+     "L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::64B", "L2::128B", "L2::256B",
+     "ca", "cg", "cs", "lu", "cv", "wb", "wt"]
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ class Words:
                 raise self.b.unsupported(f"without .{name}")
 
     def choice(self, table, default=None):
-        """The value in `table` (a dict, or names counted from 0) of the word that is there; `default` when none is."""
+        """The value in `table` (a dict, or names counted from 0) of the word that is there, or `default`."""
         table = table if isinstance(table, dict) else {name: i for i, name in enumerate(table)}
         for word in self.left:
             if word in table:
