@@ -1,6 +1,8 @@
-"""A small warp-specialised matrix product in PTX (TMA, mbarrier pipeline, tcgen05, TMA store) for the engine's tests.
+"""A small warp-specialised matrix product in PTX (TMA, mbarrier pipeline, tcgen05,
+TMA store) for the engine's tests.
 
-C[128, 64] = A[128, K] B[64, K]^T, bf16 to f32: warp 4 loads tiles of 64 in K into two stages, warp 5 multiplies, warps 0-3
+C[128, 64] = A[128, K] B[64, K]^T, bf16 to f32: warp 4 loads tiles of 64 in K into two stages,
+warp 5 multiplies, warps 0-3
 read the accumulator, write it to shared memory and store it. Tests replace single lines of `BODY`.
 """
 
@@ -60,9 +62,12 @@ WAIT_EMPTY:
 mbarrier.try_wait.parity.shared.b64 %p6, [%r11+16], %r9;
 @!%p6 bra WAIT_EMPTY;
 mbarrier.arrive.expect_tx.shared.b64 _, [%r11], 24576;
-shl.b32 %r12, %r8, 14; add.u32 %r12, %r12, %r3; shl.b32 %r13, %r8, 13; add.u32 %r13, %r13, %r3; shl.b32 %r14, %r7, 6;
-cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r12], [%d1, {{%r14, %r15}}], [%r11];
-cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r13+32768], [%d2, {{%r14, %r15}}], [%r11];
+shl.b32 %r12, %r8, 14; add.u32 %r12, %r12, %r3; shl.b32 %r13, %r8, 13; add.u32 %r13, %r13, %r3;
+shl.b32 %r14, %r7, 6;
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r12], [%d1, {{%r14, %r15}}],
+[%r11];
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r13+32768], [%d2, {{%r14,
+%r15}}], [%r11];
 add.u32 %r7, %r7, 1;
 bra LOAD_LOOP;
 
@@ -78,7 +83,8 @@ shl.b32 %r10, %r8, 3; add.u32 %r11, %r4, %r10;
 WAIT_FULL:
 mbarrier.try_wait.parity.shared.b64 %p6, [%r11], %r9;
 @!%p6 bra WAIT_FULL;
-shl.b32 %r12, %r8, 14; add.u32 %r12, %r12, %r3; shl.b32 %r13, %r8, 13; add.u32 %r13, %r13, %r3; add.u32 %r13, %r13, 32768;
+shl.b32 %r12, %r8, 14; add.u32 %r12, %r12, %r3; shl.b32 %r13, %r8, 13; add.u32 %r13, %r13, %r3;
+add.u32 %r13, %r13, 32768;
 shr.u32 %r40, %r12, 4; and.b32 %r40, %r40, 0x3fff; or.b32 %r40, %r40, 0x10000;
 shr.u32 %r42, %r13, 4; and.b32 %r42, %r42, 0x3fff; or.b32 %r42, %r42, 0x10000;
 {_PRODUCTS}
@@ -152,7 +158,8 @@ def gemm(k: int = 256, body: str = BODY, box_a=(128, 64), swizzle: int = 128, **
     a, b = (rng.integers(-3, 4, (rows, k)).astype(np.float32) for rows in (128, 64))
     ha, hb, c = to_bf16(a), to_bf16(b), aligned((128, 64), np.float32)
     c[...] = np.nan
-    maps = tensor_map(ha, box_a, swizzle, "bfloat16"), tensor_map(hb, (64, 64), swizzle, "bfloat16"), tensor_map(c, (128, 64))
+    maps = tensor_map(ha, box_a, swizzle, "bfloat16"), tensor_map(hb, (64, 64), swizzle,
+        "bfloat16"), tensor_map(c, (128, 64))
     report = run(
         body, *maps, ha, hb, c, block=192, module=MODULE, dynamic_smem=SMEM_BYTES,
         scalars=(("u32", (k // 64).to_bytes(4, "little")),), **options,

@@ -8,11 +8,15 @@ from ptx_runner import run
 from cute_gemma import emulator as emu
 
 PRELUDE = "mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r3, %ctaid.x; setp.ne.u32 %p1, %r1, 0;"
-STORE = "ld.param.u64 %d1, [p0]; mad.lo.u32 %r70, %r3, %ntid.x, %r1; mul.wide.u32 %d2, %r70, 4; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r10;"
+STORE = (
+    "ld.param.u64 %d1, [p0]; mad.lo.u32 %r70, %r3, %ntid.x, %r1; mul.wide.u32 %d2, %r70, 4; add.u64 %d3, "
+    "%d1, %d2; st.global.b32 [%d3], %r10;"
+)
 
 
 def threads(body: str, block: int = 32, grid: int = 1, **options) -> np.ndarray:
-    """Runs `body`, in which %r10 is each thread's result; %r1 its number, %r2 the address of shared memory."""
+    """Runs `body`, in which %r10 is each thread's result;
+    %r1 its number, %r2 the address of shared memory."""
     out = aligned(block * grid, np.uint32)
     run(PRELUDE + body + STORE, out, block=block, grid=grid, module=MODULE, dynamic_smem=256, **options)
     return out
@@ -28,7 +32,8 @@ def wait(parity, at: int = 0, label: str = "W") -> str:
 
 # ---------------------------------------------------------------- mbarrier
 def test_fresh_barrier_passes_parity_one_and_not_zero():
-    body = init(1) + """mbarrier.test_wait.parity.shared.b64 %p2, [%r2], 1; mbarrier.test_wait.parity.shared.b64 %p3, [%r2], 0;
+    body = init(1) + """mbarrier.test_wait.parity.shared.b64 %p2, [%r2], 1;
+    mbarrier.test_wait.parity.shared.b64 %p3, [%r2], 0;
     selp.u32 %r10, 1, 0, %p2; @%p3 add.u32 %r10, %r10, 2;"""
     assert (threads(body) == 1).all()
 
@@ -48,7 +53,8 @@ def test_state_form_waits_for_the_phase_of_its_arrival():
 def test_counted_arrivals_and_drop():
     body = init(6) + """
     @%p1 bra SKIP;
-    mbarrier.arrive.shared.b64 _, [%r2], 4; mbarrier.arrive_drop.shared.b64 _, [%r2]; mbarrier.arrive.shared.b64 _, [%r2];
+    mbarrier.arrive.shared.b64 _, [%r2], 4; mbarrier.arrive_drop.shared.b64 _, [%r2];
+    mbarrier.arrive.shared.b64 _, [%r2];
     SKIP: """ + wait(0) + """
     @%p1 bra AGAIN; mbarrier.arrive.shared.b64 _, [%r2], 5; AGAIN:
     """ + wait(1, label="V") + "mov.u32 %r10, 3;"  # one of six is gone for good
@@ -84,12 +90,17 @@ def test_relaxed_arrival_does_not_release():
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        pytest.param(init(1) + "mbarrier.arrive.shared.b64 _, [%r2], 2;", "2 arrivals .* expects 1 more", id="over-arrival"),
+        pytest.param(init(1) + "mbarrier.arrive.shared.b64 _, [%r2], 2;", "2 arrivals .* expects 1 more",
+            id="over-arrival"),
         pytest.param("mbarrier.arrive.shared.b64 _, [%r2];", "no mbarrier.init has made", id="no init"),
-        pytest.param(init(1) + "@%p1 bra S; mbarrier.init.shared.b64 [%r2], 1; S:", "is in use", id="second init"),
-        pytest.param(init(1) + "@%p1 bra S; mbarrier.inval.shared.b64 [%r2]; S: bar.sync 0;" + wait(1), "has ended", id="after inval"),
-        pytest.param(init(1) + "st.shared.b32 [%r2+4], 0;", "writes the bytes of the mbarrier", id="overwritten"),
-        pytest.param(init(1) + "@%p1 bra S; mbarrier.expect_tx.relaxed.cta.shared.b64 [%r2], 1048576; S:", "outside", id="tx overflow"),
+        pytest.param(init(1) + "@%p1 bra S; mbarrier.init.shared.b64 [%r2], 1; S:", "is in use",
+            id="second init"),
+        pytest.param(init(1) + "@%p1 bra S; mbarrier.inval.shared.b64 [%r2]; S: bar.sync 0;" + wait(1),
+            "has ended", id="after inval"),
+        pytest.param(init(1) + "st.shared.b32 [%r2+4], 0;", "writes the bytes of the mbarrier",
+            id="overwritten"),
+        pytest.param(init(1) + "@%p1 bra S; mbarrier.expect_tx.relaxed.cta.shared.b64 [%r2], 1048576; S:",
+            "outside", id="tx overflow"),
         pytest.param("@%p1 bra S; mbarrier.init.shared.b64 [%r2], 0; S:", "count 0", id="count 0"),
     ],
 )
@@ -115,7 +126,8 @@ def test_deadlock_report_says_who_waits_for_what():
     body = init(3) + "@%p1 bra S; mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 48; S:" + wait(0)
     with pytest.raises(emu.DeadlockError) as caught:
         threads(body, 64)
-    for piece in ("warp 0", "warp 1", "mbarrier at 0x400", "parity 0", "phase 0", "2 of 3 arrivals", "48 bytes pending"):
+    for piece in ("warp 0", "warp 1", "mbarrier at 0x400", "parity 0", "phase 0", "2 of 3 arrivals",
+        "48 bytes pending"):
         assert piece in caught.value.message
     assert "try_wait" in str(caught.value) or "PTX line" in caught.value.message
 
@@ -123,7 +135,8 @@ def test_deadlock_report_says_who_waits_for_what():
 # ---------------------------------------------------------------- bar
 def test_named_barriers_synchronise_their_own_threads():
     body = """shr.u32 %r4, %r1, 6; add.u32 %r5, %r4, 1; shl.b32 %r6, %r1, 2; add.u32 %r7, %r2, %r6;
-    st.shared.b32 [%r7], %r1; bar.sync %r5, 64; xor.b32 %r8, %r6, 128; add.u32 %r8, %r8, %r2; ld.shared.b32 %r10, [%r8];"""
+    st.shared.b32 [%r7], %r1; bar.sync %r5, 64; xor.b32 %r8, %r6, 128; add.u32 %r8, %r8, %r2;
+    ld.shared.b32 %r10, [%r8];"""
     out = aligned(128, np.uint32)
     run(PRELUDE + body + STORE, out, block=128, module=MODULE, dynamic_smem=512)
     assert np.array_equal(out, np.arange(128) ^ 32)
@@ -156,7 +169,8 @@ def test_barrier_that_others_never_reach_is_a_deadlock():
 
 def test_barrier_with_different_counts_is_reported():
     body = "setp.gt.u32 %p3, %r1, 31; @%p3 bra S; bar.sync 1, 64; S: bar.sync 1, 96;"
-    with pytest.raises(emu.BarrierError, match="with 96 threads, while others came to it with 64|with 64 threads"):
+    with pytest.raises(emu.BarrierError, match="with 96 threads, while others came to it with 64|with 64 "
+        "threads"):
         threads(body, 96)
 
 
@@ -166,18 +180,21 @@ CLUSTER_SYNC = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 def test_cluster_barrier_orders_distributed_shared_memory():
     body = f"""mov.u32 %r4, %cluster_ctarank; xor.b32 %r5, %r4, 1; mapa.shared::cluster.u32 %r6, %r2, %r5;
-    {CLUSTER_SYNC} shl.b32 %r8, %r1, 2; add.u32 %r6, %r6, %r8; st.shared::cluster.b32 [%r6], %r4; {CLUSTER_SYNC}
+    {CLUSTER_SYNC} shl.b32 %r8, %r1, 2; add.u32 %r6, %r6, %r8; st.shared::cluster.b32 [%r6], %r4;
+    {CLUSTER_SYNC}
     add.u32 %r9, %r2, %r8; ld.shared.b32 %r10, [%r9]; {CLUSTER_SYNC}"""
     assert np.array_equal(threads(body, 32, 4, cluster=2), np.repeat([1, 0, 1, 0], 32))
 
 
 def test_remote_arrival_wakes_and_orders():
-    body = f"""mov.u32 %r4, %cluster_ctarank; @%p1 bra I; mbarrier.init.shared.b64 [%r2], 32; fence.mbarrier_init.release.cluster; I:
+    body = f"""mov.u32 %r4, %cluster_ctarank; @%p1 bra I; mbarrier.init.shared.b64 [%r2], 32;
+    fence.mbarrier_init.release.cluster; I:
     barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;
     mov.u32 %r5, 0; mapa.shared::cluster.u32 %r6, %r2, %r5; setp.eq.u32 %p3, %r4, 0; @%p3 bra RECEIVE;
     shl.b32 %r8, %r1, 2; add.u32 %r9, %r6, %r8; st.shared::cluster.b32 [%r9+16], %r1;
     mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r6]; mov.u32 %r10, 0; bra OUT;
-    RECEIVE: {wait(0)} xor.b32 %r7, %r1, 1; shl.b32 %r8, %r7, 2; add.u32 %r9, %r2, %r8; ld.shared.b32 %r10, [%r9+16];
+    RECEIVE: {wait(0)} xor.b32 %r7, %r1, 1; shl.b32 %r8, %r7, 2; add.u32 %r9, %r2, %r8;
+    ld.shared.b32 %r10, [%r9+16];
     OUT: {CLUSTER_SYNC}"""
     out = threads(body, 32, 2, cluster=2)
     assert np.array_equal(out[:32], np.arange(32) ^ 1)

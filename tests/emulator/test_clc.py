@@ -7,7 +7,8 @@ from ptx_runner import run
 
 BODY = """
 ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r3, %ctaid.x; mov.u32 %r9, 0;
-setp.ne.u32 %p1, %r1, 0; @%p1 bra INIT; mbarrier.init.shared.b64 [%r2+16], 1; fence.mbarrier_init.release.cluster; INIT: bar.sync 0;
+setp.ne.u32 %p1, %r1, 0; @%p1 bra INIT; mbarrier.init.shared.b64 [%r2+16], 1;
+fence.mbarrier_init.release.cluster; INIT: bar.sync 0;
 NEXT:
 @%p1 bra WORKED; mul.wide.u32 %d2, %r3, 4; add.u64 %d3, %d1, %d2; red.relaxed.gpu.global.add.u32 [%d3], 1;
 mbarrier.arrive.expect_tx.shared.b64 _, [%r2+16], 16;

@@ -9,14 +9,17 @@ from cute_gemma import emulator as emu
 
 # CTA 0 fills data (p0) and raises a flag (p1); CTA 1 waits for the flag and copies the data to p2.
 HANDOVER = """
-ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x; mov.u32 %r3, %ctaid.x;
-mul.wide.u32 %d4, %r1, 4; add.u64 %d5, %d1, %d4; add.u64 %d6, %d3, %d4; setp.ne.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r3, 1; @%p2 bra READER;
+ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x;
+mov.u32 %r3, %ctaid.x;
+mul.wide.u32 %d4, %r1, 4; add.u64 %d5, %d1, %d4; add.u64 %d6, %d3, %d4; setp.ne.u32 %p1, %r1, 0;
+setp.eq.u32 %p2, %r3, 1; @%p2 bra READER;
 add.u32 %r4, %r1, 7; st.global.b32 [%d5], %r4; {before} bar.sync 0; @%p1 bra END; {raise} bra END;
 READER: @%p1 bra GO; POLL: {poll} setp.eq.u32 %p3, %r5, 0; @%p3 bra POLL; {after} GO: bar.sync 0;
 ld.global.b32 %r6, [%d5]; st.global.b32 [%d6], %r6; END:
 """
 RELEASE, ACQUIRE = "st.release.gpu.global.b32 [%d2], 1;", "ld.acquire.gpu.global.b32 %r5, [%d2];"
-RELAXED_WRITE, RELAXED_READ, FENCE = "st.relaxed.gpu.global.b32 [%d2], 1;", "ld.relaxed.gpu.global.b32 %r5, [%d2];", "fence.acq_rel.gpu;"
+RELAXED_WRITE, RELAXED_READ = "st.relaxed.gpu.global.b32 [%d2], 1;", "ld.relaxed.gpu.global.b32 %r5, [%d2];"
+FENCE = "fence.acq_rel.gpu;"
 
 
 def handover(raise_=RELEASE, poll=ACQUIRE, before="", after="", grid=2, **options):
@@ -53,7 +56,8 @@ def test_released_and_acquired_data_is_read(raise_, poll, after, schedule):
     ],
 )
 def test_missing_release_or_acquire_is_a_race(raise_, poll, after):
-    with pytest.raises(emu.RaceError, match=r"warp \d of cluster \(0,0,0\).*a release .* there and an acquire here"):
+    with pytest.raises(emu.RaceError,
+        match=r"warp \d of cluster \(0,0,0\).*a release .* there and an acquire here"):
         handover(raise_, poll, after=after)
 
 
@@ -61,23 +65,28 @@ def test_missing_barrier_before_the_release_is_a_race():
     with pytest.raises(emu.RaceError):
         body_without = HANDOVER.replace("{before} bar.sync 0;", "")
         data, flag, out = aligned(64, np.uint32), aligned(1, np.uint32), aligned(64, np.uint32)
-        run(body_without.format(**{"raise": RELEASE, "poll": ACQUIRE, "after": ""}), data, flag, out, block=64, grid=2)
+        run(body_without.format(**{"raise": RELEASE, "poll": ACQUIRE, "after": ""}), data, flag, out,
+            block=64, grid=2)
 
 
 def test_own_bytes_of_a_shared_sector_may_be_read_back():
     out = aligned(8, np.uint32)
-    body = """ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r3, %ctaid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra END;
-    mul.wide.u32 %d2, %r3, 4; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r3; ld.global.b32 %r4, [%d3]; add.u32 %r4, %r4, 1; st.global.b32 [%d3], %r4; END:"""
+    body = """ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r3, %ctaid.x; setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra END;
+    mul.wide.u32 %d2, %r3, 4; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r3; ld.global.b32 %r4, [%d3];
+    add.u32 %r4, %r4, 1; st.global.b32 [%d3], %r4; END:"""
     run(body, out, grid=8)
     assert np.array_equal(out, np.arange(8) + 1)
 
 
 LAST = """
-ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x; mov.u32 %r3, %ctaid.x; mov.u32 %r2, smem;
+ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x;
+mov.u32 %r3, %ctaid.x; mov.u32 %r2, smem;
 mad.lo.u32 %r4, %r3, 32, %r1; mul.wide.u32 %d4, %r4, 4; add.u64 %d5, %d1, %d4; st.global.b32 [%d5], %r4;
 bar.sync 0; setp.ne.u32 %p1, %r1, 0; @%p1 bra JOIN; {count} st.shared.b32 [%r2], %r5; JOIN: bar.sync 0;
 ld.shared.b32 %r6, [%r2]; setp.ne.u32 %p2, %r6, 15; @%p2 bra END;
-mov.u32 %r7, 0; mov.u32 %r8, 0; SUM: mad.lo.u32 %r9, %r7, 32, %r1; mul.wide.u32 %d6, %r9, 4; add.u64 %d7, %d1, %d6; ld.global.b32 %r10, [%d7];
+mov.u32 %r7, 0; mov.u32 %r8, 0; SUM: mad.lo.u32 %r9, %r7, 32, %r1; mul.wide.u32 %d6, %r9, 4;
+add.u64 %d7, %d1, %d6; ld.global.b32 %r10, [%d7];
 add.u32 %r8, %r8, %r10; add.u32 %r7, %r7, 1; setp.lt.u32 %p3, %r7, 16; @%p3 bra SUM;
 mul.wide.u32 %d8, %r1, 4; add.u64 %d9, %d3, %d8; st.global.b32 [%d9], %r8; END:
 """

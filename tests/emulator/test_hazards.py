@@ -25,19 +25,26 @@ def test_correct_kernel_raises_nothing_and_is_exact(schedule):
     [
         pytest.param(WAIT.format("[%r11]", "%r9", "WAIT_FULL"), "", (emu.RaceError, emu.UninitialisedRead),
                      "shared memory at offset", id="full wait"),
-        pytest.param(WAIT.format("[%r11+16]", "%r9", "WAIT_EMPTY"), "", emu.EmulationError, "mbarrier", id="empty wait"),
-        pytest.param(WAIT.format("[%r4+32]", "0", "WAIT_DONE"), "", emu.EmulationError, "TMEM column 0", id="done wait"),
+        pytest.param(WAIT.format("[%r11+16]", "%r9", "WAIT_EMPTY"), "", emu.EmulationError, "mbarrier",
+            id="empty wait"),
+        pytest.param(WAIT.format("[%r4+32]", "0", "WAIT_DONE"), "", emu.EmulationError, "TMEM column 0",
+            id="done wait"),
         pytest.param("24576;", "24560;", emu.EmulationError, "mbarrier", id="expect_tx too small"),
         pytest.param("24576;", "24592;", emu.DeadlockError, "16 bytes pending", id="expect_tx too large"),
-        pytest.param("fence.proxy.async.shared::cta;", "", emu.ProxyFenceError, "fence.proxy.async", id="proxy fence"),
-        pytest.param("tcgen05.wait::ld.sync.aligned;", "", emu.AsyncRegisterError, "tcgen05.wait::ld", id="wait::ld"),
+        pytest.param("fence.proxy.async.shared::cta;", "", emu.ProxyFenceError, "fence.proxy.async",
+            id="proxy fence"),
+        pytest.param("tcgen05.wait::ld.sync.aligned;", "", emu.AsyncRegisterError, "tcgen05.wait::ld",
+            id="wait::ld"),
         pytest.param("fence.proxy.async.shared::cta;\nbar.sync 1, 128;", "fence.proxy.async.shared::cta;",
-                     (emu.RaceError, emu.UninitialisedRead), "shared memory at offset", id="barrier before the store"),
+                     (emu.RaceError, emu.UninitialisedRead), "shared memory at offset", id="barrier before "
+                     "the store"),
         pytest.param("cp.async.bulk.wait_group.read 0;", "", emu.LeakError, "wait_group", id="bulk wait"),
         pytest.param("cp.async.bulk.commit_group;", "", emu.LeakError, "wait_group", id="bulk commit"),
-        pytest.param("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 64;", "", emu.LeakError, "64 TMEM columns", id="dealloc"),
+        pytest.param("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 64;", "", emu.LeakError,
+            "64 TMEM columns", id="dealloc"),
         pytest.param("bar.sync 0;", "", emu.EmulationError, "", id="barrier after init"),
-        pytest.param("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4+32];", "", emu.DeadlockError,
+        pytest.param("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4+32];", "",
+            emu.DeadlockError,
                      "0x14420", id="commit"),
     ],
 )  # fmt: skip
@@ -49,13 +56,15 @@ def test_planted_fault_is_reported(line, instead, error, says, schedule):
 
 
 def test_other_swizzle_in_the_tensor_map_is_reported():
-    with pytest.raises(emu.DescriptorError, match="128-byte swizzle.*a 64-byte swizzle|wider than its swizzle"):
+    with pytest.raises(emu.DescriptorError, match="128-byte swizzle.*a 64-byte swizzle|wider than its "
+        "swizzle"):
         gemm(256, swizzle=64)
 
 
 def test_other_swizzle_in_the_descriptor_is_reported():
     body = BODY.replace("0x40004040", "0x80004040")
-    with pytest.raises(emu.DescriptorError, match="a 64-byte swizzle at shared memory.*with a 128-byte swizzle"):
+    with pytest.raises(emu.DescriptorError, match="a 64-byte swizzle at shared memory.*with a 128-byte "
+        "swizzle"):
         gemm(256, body)
 
 
@@ -67,7 +76,8 @@ def test_smaller_box_is_reported():
 def test_race_names_both_accesses():
     with pytest.raises(emu.RaceError) as caught:
         gemm(512, without(WAIT.format("[%r11+16]", "%r9", "WAIT_EMPTY")), schedule="eager")
-    assert re.search(r"an asynchronous copy .* writes what an asynchronous copy .* wrote at PTX line \d+", caught.value.message)
+    assert re.search(r"an asynchronous copy .* writes what an asynchronous copy .* wrote at PTX line \d+",
+        caught.value.message)
     assert "cp.async.bulk.tensor" in caught.value.text
     assert caught.value.warp == 4
 
@@ -149,8 +159,10 @@ def test_strong_accesses_do_not_race():
 
 
 # ---------------------------------------------------------------- strict checks
-FENCED = BODY.replace("tcgen05.ld.sync.aligned.32x32b.x32.b32 {%v0,", "tcgen05.fence::after_thread_sync;\ntcgen05.ld.sync.aligned.32x32b.x32.b32 {%v0,")
-FENCED = FENCED.replace("tcgen05.wait::ld.sync.aligned;", "tcgen05.wait::ld.sync.aligned;\ntcgen05.fence::before_thread_sync;")
+FENCED = BODY.replace("tcgen05.ld.sync.aligned.32x32b.x32.b32 {%v0,",
+    "tcgen05.fence::after_thread_sync;\ntcgen05.ld.sync.aligned.32x32b.x32.b32 {%v0,")
+FENCED = FENCED.replace("tcgen05.wait::ld.sync.aligned;",
+    "tcgen05.wait::ld.sync.aligned;\ntcgen05.fence::before_thread_sync;")
 
 
 def test_tcgen05_fences_are_advice_of_the_strict_mode_only():

@@ -7,7 +7,10 @@ from ptx_runner import run
 
 from cute_gemma import emulator as emu
 
-ADDRESS = "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, {0}; add.u64 %d1, %d1, %d3; add.u64 %d2, %d2, %d3;"
+ADDRESS = (
+    "ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, {0}; "
+    "add.u64 %d1, %d1, %d3; add.u64 %d2, %d2, %d3;"
+)
 
 
 def bytes_of(count: int) -> np.ndarray:
@@ -18,8 +21,12 @@ def bytes_of(count: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("suffix", "registers"),
-    [("b8", "%h1"), ("b16", "%h1"), ("b32", "%r5"), ("b64", "%d5"), ("v2.b32", "{%r5, %r6}"), ("v4.b32", "{%r5, %r6, %r7, %r8}"), ("v2.b64", "{%d5, %d6}"),
-     ("v4.b16", "{%h1, %h2, %h3, %h4}"), ("v8.b32", "{%r5, %r6, %r7, %r8, %r9, %r10, %r11, %r12}"), ("v4.b64", "{%d5, %d6, %d7, %d8}"), ("v2.b8", "{%h1, %h2}")],
+    [
+        ("b8", "%h1"), ("b16", "%h1"), ("b32", "%r5"), ("b64", "%d5"), ("v2.b8", "{%h1, %h2}"),
+        ("v4.b16", "{%h1, %h2, %h3, %h4}"), ("v2.b32", "{%r5, %r6}"), ("v4.b32", "{%r5, %r6, %r7, %r8}"),
+        ("v8.b32", "{%r5, %r6, %r7, %r8, %r9, %r10, %r11, %r12}"), ("v2.b64", "{%d5, %d6}"),
+        ("v4.b64", "{%d5, %d6, %d7, %d8}"), ("b128", "%q1"),
+    ],
 )  # fmt: skip
 @pytest.mark.parametrize("through", ["global", "shared", "generic"])
 def test_copies_of_every_width(suffix, registers, through):
@@ -30,7 +37,10 @@ def test_copies_of_every_width(suffix, registers, through):
     source, out = bytes_of(32 * size), aligned(32 * size, np.uint8)
     body = ADDRESS.format(size) + f"mov.u32 %r20, smem; mad.lo.u32 %r20, %r1, {size}, %r20;"
     if through == "shared":
-        body += f"ld.global.{suffix} {registers}, [%d1]; st.shared.{suffix} [%r20], {registers}; ld.shared.{suffix} {registers}, [%r20]; st.global.{suffix} [%d2], {registers};"
+        body += (
+            f"ld.global.{suffix} {registers}, [%d1]; st.shared.{suffix} [%r20], {registers}; "
+            f"ld.shared.{suffix} {registers}, [%r20]; st.global.{suffix} [%d2], {registers};"
+        )
     else:
         space = ".global" if through == "global" else ""
         body += f"ld{space}.{suffix} {registers}, [%d1]; st{space}.{suffix} [%d2], {registers};"
@@ -42,8 +52,10 @@ def test_narrow_loads_extend_to_their_register():
     source = aligned(4, np.uint8)
     source[...] = [0x80, 0xFF, 0x7F, 0x01]
     out = aligned((32, 4), np.uint32)
-    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 16; add.u64 %d2, %d2, %d3;
-    ld.global.s8 %r5, [%d1]; ld.global.u8 %r6, [%d1+1]; ld.global.s16 %r7, [%d1]; ld.global.s8 %h1, [%d1]; cvt.u32.u16 %r8, %h1;
+    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x;
+    mul.wide.u32 %d3, %r1, 16; add.u64 %d2, %d2, %d3;
+    ld.global.s8 %r5, [%d1]; ld.global.u8 %r6, [%d1+1]; ld.global.s16 %r7, [%d1]; ld.global.s8 %h1, [%d1];
+    cvt.u32.u16 %r8, %h1;
     st.global.v4.b32 [%d2], {%r5, %r6, %r7, %r8};"""
     run(body, source, out)
     assert (out == [0xFFFFFF80, 0xFF, 0xFFFFFF80, 0xFF80]).all()
@@ -64,20 +76,27 @@ def test_generic_address_reaches_shared_memory():
         ("ld.global.b32 %r5, [%d1+128];", emu.MemoryFault, "outside every tensor"),
         ("st.global.b32 [%d1+-4], %r1;", emu.MemoryFault, "outside every tensor"),
         ("ld.global.b32 %r5, [%d1+2];", emu.MisalignedAccess, "no multiple of 4"),
-        ("mov.u32 %r2, smem; st.shared.b32 [%r2+64], %r1;", emu.MemoryFault, "outside the CTA's shared memory"),
+        ("mov.u32 %r2, smem; st.shared.b32 [%r2+64], %r1;", emu.MemoryFault,
+            "outside the CTA's shared memory"),
         ("st.shared.b32 [0], %r1;", emu.MemoryFault, "outside the CTA's shared memory"),
         ("mov.u32 %r2, smem; st.shared.b32 [%r2+2], %r1;", emu.MisalignedAccess, "no multiple of 4"),
-        ("mov.u32 %r2, smem; add.u32 %r2, %r2, 0x1000000; st.shared.b32 [%r2], %r1;", emu.MemoryFault, "rank 1"),
-        ("mov.u32 %r2, smem; mov.u32 %r3, 1; mapa.shared::cluster.u32 %r4, %r2, %r3; st.shared::cluster.b32 [%r4], %r1;", emu.MemoryFault, "rank 255"),
+        ("mov.u32 %r2, smem; add.u32 %r2, %r2, 0x1000000; st.shared.b32 [%r2], %r1;", emu.MemoryFault,
+            "rank 1"),
+        ("mov.u32 %r2, smem; mov.u32 %r3, 1; mapa.shared::cluster.u32 %r4, %r2, %r3; st.shared::cluster.b32 "
+            "[%r4], %r1;", emu.MemoryFault, "rank 255"),
     ],
 )  # fmt: skip
 def test_wrong_addresses_are_reported(code, error, says):
     with pytest.raises(error, match=says):
-        run("ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x;" + code, aligned(32, np.uint32), module=MODULE, dynamic_smem=64)
+        run("ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x;" + code, aligned(32, np.uint32), module=MODULE,
+            dynamic_smem=64)
 
 
 def test_fault_names_the_line_the_warp_and_the_cta():
-    body = "ld.param.u64 %d1, [p0]; mov.u32 %r2, %ctaid.x; setp.ne.u32 %p1, %r2, 2; @%p1 exit;\nld.global.b32 %r5, [%d1+4096];"
+    body = (
+        "ld.param.u64 %d1, [p0]; mov.u32 %r2, %ctaid.x; setp.ne.u32 %p1, %r2, 2; @%p1 exit;\nld.global.b32 "
+        "%r5, [%d1+4096];"
+    )
     with pytest.raises(emu.MemoryFault) as caught:
         run(body, aligned(32, np.uint32), block=64, grid=4)
     assert caught.value.text.startswith("ld.global.b32 %r5") and caught.value.cta == (2, 0, 0)
@@ -87,8 +106,9 @@ def test_fault_names_the_line_the_warp_and_the_cta():
 @pytest.mark.parametrize(
     ("op", "dtype", "start", "expected"),
     [
-        ("add.u32", np.uint32, 7, 7 + 32 * 33 // 2), ("add.s32", np.int32, -7, -7 + 32 * 33 // 2), ("max.s32", np.int32, -5, 32), ("min.u32", np.uint32, 9, 1),
-        ("or.b32", np.uint32, 0, 63), ("xor.b32", np.uint32, 0, 32), ("add.f32", np.float32, 0.5, 528.5), ("inc.u32", np.uint32, 0, 19),
+        ("add.u32", np.uint32, 7, 7 + 32 * 33 // 2), ("add.s32", np.int32, -7, -7 + 32 * 33 // 2),
+        ("max.s32", np.int32, -5, 32), ("min.u32", np.uint32, 9, 1), ("or.b32", np.uint32, 0, 63),
+        ("xor.b32", np.uint32, 0, 32), ("add.f32", np.float32, 0.5, 528.5), ("inc.u32", np.uint32, 0, 19),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["red", "atom"])
@@ -107,26 +127,34 @@ def test_atomics_on_one_word(op, dtype, start, expected, form):
 def test_compare_and_swap_returns_the_old_value():
     word, out = aligned(1, np.uint32), aligned(32, np.uint32)
     word[0] = 5
-    body = ADDRESS.format(4).replace("add.u64 %d1, %d1, %d3;", "") + "add.u32 %r2, %r1, 100; atom.global.cas.b32 %r3, [%d1], 5, %r2; st.global.b32 [%d2], %r3;"
+    body = (
+        ADDRESS.format(4).replace("add.u64 %d1, %d1, %d3;", "")
+        + "add.u32 %r2, %r1, 100; atom.global.cas.b32 %r3, [%d1], 5, %r2; st.global.b32 [%d2], %r3;"
+    )
     run(body, word, out)
     assert word[0] == 100 and out[0] == 5 and (out[1:] == 100).all()
 
 
 def test_vector_and_packed_reductions():
     words, halves = aligned(4, np.float32), aligned(2, np.uint16)
-    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.b32 %r1, 0f3F800000; mov.b32 %r2, 0f40000000; mov.b32 %r3, 0x40003F80;
+    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.b32 %r1, 0f3F800000;
+    mov.b32 %r2, 0f40000000; mov.b32 %r3, 0x40003F80;
     red.global.add.v4.f32 [%d1], {%r1, %r2, %r1, %r2}; red.global.add.noftz.bf16x2 [%d2], %r3;"""
     run(body, words, halves)
-    assert np.array_equal(words, [32, 64, 32, 64]) and np.array_equal(halves.astype(np.uint32) << 16, np.array([32, 64], np.float32).view(np.uint32))
+    assert np.array_equal(words, [32, 64, 32, 64]) and np.array_equal(halves.astype(np.uint32) << 16,
+        np.array([32, 64], np.float32).view(np.uint32))
 
 
 # ---------------------------------------------------------------- ldmatrix, stmatrix
 def test_ldmatrix_and_its_transpose():
     source, out = aligned((32, 8), np.uint16), aligned((32, 8), np.uint32)
     source[...] = np.arange(256).reshape(32, 8)
-    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 16; add.u64 %d1, %d1, %d3;
-    mul.wide.u32 %d3, %r1, 32; add.u64 %d2, %d2, %d3; mov.u32 %r2, smem; shl.b32 %r3, %r1, 4; add.u32 %r2, %r2, %r3;
-    ld.global.v4.b32 {%r5, %r6, %r7, %r8}, [%d1]; st.shared.v4.b32 [%r2], {%r5, %r6, %r7, %r8}; bar.warp.sync -1;
+    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x;
+    mul.wide.u32 %d3, %r1, 16; add.u64 %d1, %d1, %d3;
+    mul.wide.u32 %d3, %r1, 32; add.u64 %d2, %d2, %d3; mov.u32 %r2, smem; shl.b32 %r3, %r1, 4;
+    add.u32 %r2, %r2, %r3;
+    ld.global.v4.b32 {%r5, %r6, %r7, %r8}, [%d1]; st.shared.v4.b32 [%r2], {%r5, %r6, %r7, %r8};
+    bar.warp.sync -1;
     ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r2];
     ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r14, %r15, %r16, %r17}, [%r2];
     st.global.v4.b32 [%d2], {%r10, %r11, %r12, %r13}; st.global.v4.b32 [%d2+16], {%r14, %r15, %r16, %r17};"""
@@ -146,7 +174,8 @@ def test_stmatrix_is_the_inverse_of_ldmatrix(trans):
     mov.u32 %r2, smem; shl.b32 %r3, %r1, 4; add.u32 %r2, %r2, %r3;
     mul.lo.u32 %r5, %r1, 65537; add.u32 %r6, %r5, 100; add.u32 %r7, %r5, 200; add.u32 %r8, %r5, 300;
     stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r2], {{%r5, %r6, %r7, %r8}}; bar.warp.sync -1;
-    ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r2]; st.global.v4.b32 [%d2], {{%r10, %r11, %r12, %r13}};"""
+    ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r2];
+    st.global.v4.b32 [%d2], {{%r10, %r11, %r12, %r13}};"""
     run(body, out, module=MODULE, dynamic_smem=512)
     assert np.array_equal(out, np.arange(32)[:, None] * 65537 + [0, 100, 200, 300])
 
@@ -154,18 +183,24 @@ def test_stmatrix_is_the_inverse_of_ldmatrix(trans):
 # ---------------------------------------------------------------- figures
 @pytest.mark.parametrize(
     ("offset", "width", "wavefronts"),
-    [("shl.b32 %r3, %r1, 2;", 4, 1), ("shl.b32 %r3, %r1, 3;", 4, 2), ("shl.b32 %r3, %r1, 7;", 4, 32), ("mov.u32 %r3, 0;", 4, 1), ("shl.b32 %r3, %r1, 4;", 16, 4),
+    [("shl.b32 %r3, %r1, 2;", 4, 1), ("shl.b32 %r3, %r1, 3;", 4, 2), ("shl.b32 %r3, %r1, 7;", 4, 32),
+        ("mov.u32 %r3, 0;", 4, 1), ("shl.b32 %r3, %r1, 4;", 16, 4),
      ("shl.b32 %r3, %r1, 7;", 16, 32)],
 )  # fmt: skip
 def test_bank_conflicts_are_counted(offset, width, wavefronts):
     store = "st.shared.b32 [%r2], %r1;" if width == 4 else "st.shared.v4.b32 [%r2], {%r1, %r1, %r1, %r1};"
-    report = run(f"mov.u32 %r1, %tid.x; mov.u32 %r2, smem; {offset} add.u32 %r2, %r2, %r3; {store}", aligned(1, np.uint32), module=MODULE, dynamic_smem=4096)
+    report = run(f"mov.u32 %r1, %tid.x; mov.u32 %r2, smem; {offset} add.u32 %r2, %r2, %r3; {store}",
+        aligned(1, np.uint32), module=MODULE, dynamic_smem=4096)
     assert report.smem_wavefronts == wavefronts
     assert report.smem_ideal_wavefronts == width // 4
 
 
 def test_sectors_are_counted_once():
     source, out = bytes_of(4096), aligned(128, np.uint8)
-    body = ADDRESS.format(4) + "ld.global.b32 %r5, [%d1]; ld.global.b32 %r6, [%d1+4]; ld.global.b32 %r7, [%d1+1024]; st.global.b32 [%d2], %r5;"
+    body = (
+        ADDRESS.format(4)
+        + "ld.global.b32 %r5, [%d1]; ld.global.b32 %r6, [%d1+4]; ld.global.b32 %r7, [%d1+1024]; "
+        "st.global.b32 [%d2], %r5;"
+    )
     report = run(body, source, out)
     assert (report.sectors_read, report.sectors_written) == (4 + 1 + 4, 4)

@@ -1,4 +1,5 @@
-"""Scheduling: every policy gives the same result, resident CTAs run together, polling works, overlapping launches are checked."""
+"""Scheduling: every policy gives the same result, resident CTAs run together, polling works,
+overlapping launches are checked."""
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ def test_a_schedule_is_repeatable():
 
 
 def test_lazy_copies_arrive_only_when_waited_for():
-    body = BODY.replace("WAIT_FULL:", "mbarrier.test_wait.parity.shared.b64 %p9, [%r11], %r9;\n@%p9 trap;\nWAIT_FULL:")
+    body = BODY.replace("WAIT_FULL:", "mbarrier.test_wait.parity.shared.b64 %p9, [%r11], %r9;\n@%p9 "
+        "trap;\nWAIT_FULL:")
     gemm(64, body, schedule="lazy")
     with pytest.raises(emu.IllegalInstruction):       # eager: the first tile is there before anyone waits
         for seed in range(20):
@@ -45,7 +47,8 @@ DONE:
 @pytest.mark.parametrize("schedule", ["lazy", "eager", "random:5"])
 def test_ctas_hand_on_a_semaphore_in_reverse_order(schedule):
     value, turn = aligned(1, np.uint32), aligned(1, np.uint32)
-    run(CHAIN.format(turn="%r6").replace("AGAIN:", "sub.u32 %r6, 11, %r3; AGAIN:"), value, turn, grid=12, schedule=schedule)
+    run(CHAIN.format(turn="%r6").replace("AGAIN:", "sub.u32 %r6, 11, %r3; AGAIN:"), value, turn, grid=12,
+        schedule=schedule)
     expected = 0
     for cta in reversed(range(12)):
         expected = (expected * 3 + cta) % 2**32
@@ -62,12 +65,14 @@ def test_more_ctas_than_fit_take_turns():
 def test_semaphore_that_needs_more_resident_ctas_is_a_livelock():
     value, turn = aligned(1, np.uint32), aligned(1, np.uint32)
     with pytest.raises(emu.DeadlockError, match="(?s)livelock.*polling"):
-        run(CHAIN.format(turn="%r6").replace("AGAIN:", "sub.u32 %r6, 11, %r3; AGAIN:"), value, turn, grid=12, sm_count=4)
+        run(CHAIN.format(turn="%r6").replace("AGAIN:", "sub.u32 %r6, 11, %r3; AGAIN:"), value, turn,
+            grid=12, sm_count=4)
 
 
 def test_progress_is_reported():
     seen = []
-    run("mov.u32 %r1, 1;", aligned(1, np.uint32), grid=6, progress=lambda done, total: seen.append((done, total)))
+    run("mov.u32 %r1, 1;", aligned(1, np.uint32), grid=6, progress=lambda done,
+        total: seen.append((done, total)))
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
@@ -79,7 +84,10 @@ def launch(body, arrays, programmatic):
     return emu.Launch("k", text, (1, 1, 1), (64, 1, 1), (1, 1, 1), 0, values, programmatic=programmatic)
 
 
-WRITE = "ld.param.u64 %d1, [p0]; mov.u32 %r70, %tid.x; mov.u32 %r10, 3;" + STORE + "griddepcontrol.launch_dependents;"
+WRITE = (
+    "ld.param.u64 %d1, [p0]; mov.u32 %r70, %tid.x; mov.u32 %r10, 3;" + STORE
+    + "griddepcontrol.launch_dependents;"
+)
 READ = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 4;
 add.u64 %d4, %d1, %d3; add.u64 %d5, %d2, %d3; {wait} ld.global.b32 %r2, [%d4]; st.global.b32 [%d5], %r2;"""
 

@@ -1,4 +1,5 @@
-"""Bulk copies: boxes, clipping, swizzles, element types, reductions, linear copies, groups, and what they refuse."""
+"""Bulk copies: boxes, clipping, swizzles, element types, reductions, linear copies, groups,
+and what they refuse."""
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ def load(array, box, at, swizzle=0, tail="", **options):
     setp.ne.u32 %p1, %r1, 0; @%p1 bra WAIT;
     mbarrier.init.shared.b64 [%r3], 1;
     mbarrier.arrive.expect_tx.shared.b64 _, [%r3], {size};
-    cp.async.bulk.tensor.{len(at)}d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r2], [%d1, {{{coords}}}], [%r3];
+    cp.async.bulk.tensor.{len(at)}d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r2], [%d1,
+    {{{coords}}}], [%r3];
     WAIT:
     bar.warp.sync -1;
     AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0; @!%p2 bra AGAIN;
@@ -31,7 +33,8 @@ def load(array, box, at, swizzle=0, tail="", **options):
     cvt.u64.u32 %d3, %r4; add.u64 %d4, %d2, %d3; st.global.b32 [%d4], %r6;
     add.u32 %r1, %r1, 32; setp.lt.u32 %p3, %r1, {size // 4}; @%p3 bra LOOP;
     """
-    report = run(body, tensor_map(array, box, swizzle), array, out, module=MODULE, dynamic_smem=size + 16, **options)
+    report = run(body, tensor_map(array, box, swizzle), array, out, module=MODULE, dynamic_smem=size + 16,
+        **options)
     return out.view(array.dtype), report
 
 
@@ -110,7 +113,8 @@ def body_load(words, array, row):
     ld.param.u64 %d1, [p0]; mov.u32 %r2, smem; mov.u32 %r20, 0; mov.u32 %r21, {row};
     mov.u32 %r1, %tid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra WAIT;
     mbarrier.init.shared.b64 [%r2+1024], 1; mbarrier.arrive.expect_tx.shared.b64 _, [%r2+1024], 1024;
-    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r2], [%d1, {{%r20, %r21}}], [%r2+1024];
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r2], [%d1, {{%r20,
+    %r21}}], [%r2+1024];
     WAIT: bar.warp.sync -1;
     AGAIN: mbarrier.try_wait.parity.shared.b64 %p2, [%r2+1024], 0; @!%p2 bra AGAIN;
     """
@@ -128,13 +132,15 @@ def test_misaligned_shared_address_is_refused():
 
 
 # ---------------------------------------------------------------- stores
-def store(array, box, at, kind="", dtype=None, wait="cp.async.bulk.wait_group 0;", fence="fence.proxy.async.shared::cta;"):
+def store(array, box, at, kind="", dtype=None, wait="cp.async.bulk.wait_group 0;",
+    fence="fence.proxy.async.shared::cta;"):
     """Fills shared memory with 1, 2, ... as the array's type and stores the box."""
     count = int(np.prod(box))
     source = aligned(count, array.dtype)
     source[...] = np.arange(1, count + 1) % 100
     coords = ", ".join(f"%r{20 + i}" for i in range(len(at)))
-    op = f"cp.reduce.async.bulk.tensor.{len(at)}d.global.shared::cta.{kind}" if kind else f"cp.async.bulk.tensor.{len(at)}d.global.shared::cta"
+    start, end = ("cp.reduce", f".{kind}") if kind else ("cp", "")
+    op = f"{start}.async.bulk.tensor.{len(at)}d.global.shared::cta{end}"
     body = f"""
     ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p2];
     mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r7, %r1;
@@ -150,7 +156,8 @@ def store(array, box, at, kind="", dtype=None, wait="cp.async.bulk.wait_group 0;
     {wait}
     DONE:
     """
-    run(body, tensor_map(array, box, dtype=dtype), array, source, module=MODULE, dynamic_smem=count * array.itemsize)
+    run(body, tensor_map(array, box, dtype=dtype), array, source, module=MODULE,
+        dynamic_smem=count * array.itemsize)
     return source.reshape(box)
 
 
@@ -222,7 +229,8 @@ def test_linear_copies_there_and_back():
 def test_cp_async_groups():
     source, out = numbered(64, np.float32), aligned(64, np.float32)
     body = """
-    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; shl.b32 %r4, %r1, 2; mov.u32 %r2, smem; add.u32 %r2, %r2, %r4;
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; shl.b32 %r4, %r1, 2;
+    mov.u32 %r2, smem; add.u32 %r2, %r2, %r4;
     cvt.u64.u32 %d3, %r4; add.u64 %d1, %d1, %d3; add.u64 %d2, %d2, %d3;
     cp.async.ca.shared.global [%r2], [%d1], 4;
     cp.async.commit_group;
@@ -240,7 +248,8 @@ def test_cp_async_groups():
 def test_cp_async_read_before_its_wait_is_a_race():
     source, out = numbered(32, np.float32), aligned(32, np.float32)
     body = """
-    ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; shl.b32 %r4, %r1, 2; mov.u32 %r2, smem; add.u32 %r2, %r2, %r4;
+    ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; shl.b32 %r4, %r1, 2; mov.u32 %r2, smem;
+    add.u32 %r2, %r2, %r4;
     cvt.u64.u32 %d3, %r4; add.u64 %d1, %d1, %d3;
     cp.async.ca.shared.global [%r2], [%d1], 4; cp.async.commit_group;
     ld.shared.b32 %r5, [%r2];

@@ -15,7 +15,8 @@ def descriptor(offset, leading, stride, swizzle):
     return offset >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | MODES[swizzle] << 62
 
 
-def product(a, b, kind="bf16", swizzle=128, mn_a=False, mn_b=False, signs=(1, 1), a_registers=False, steps=1, fence="wgmma.fence.sync.aligned;",
+def product(a, b, kind="bf16", swizzle=128, mn_a=False, mn_b=False, signs=(1, 1), a_registers=False,
+    steps=1, fence="wgmma.fence.sync.aligned;",
             wait="wgmma.wait_group.sync.aligned 0;", **options):  # fmt: skip
     """D[64, N] of one warpgroup."""
     n, size = b[0].shape[0], 4 if kind == "tf32" else 2
@@ -31,7 +32,8 @@ def product(a, b, kind="bf16", swizzle=128, mn_a=False, mn_b=False, signs=(1, 1)
         source = "{%r40, %r41, %r42, %r43}" if a_registers else "%d10"
         trans = "" if kind == "tf32" else f", {int(mn_b)}" if a_registers else f", {int(mn_a)}, {int(mn_b)}"
         code += f"""mov.u64 %d10, {descs[0]}; mov.u64 %d11, {descs[1]}; setp.ne.u32 %p6, {step}, 0;
-        wgmma.mma_async.sync.aligned.m64n{n}k{32 // size}.f32.{kind}.{kind} {{{", ".join(d)}}}, {source}, %d11, %p6, {signs[0]}, {signs[1]}{trans};"""
+        wgmma.mma_async.sync.aligned.m64n{n}k{32 // size}.f32.{kind}.{kind} {{{", ".join(d)}}}, {source},
+        %d11, %p6, {signs[0]}, {signs[1]}{trans};"""
     data, out = aligned(sum(map(len, blocks)), np.uint8), aligned((64, n), np.float32)
     data[...] = np.concatenate(blocks)
     fragments = aligned((128, 4), np.uint32)
@@ -45,15 +47,19 @@ def product(a, b, kind="bf16", swizzle=128, mn_a=False, mn_b=False, signs=(1, 1)
         f"st.global.b32 [%d6+{(r // 2 % 2 * 8 * n + r // 4 * 8 + r % 2) * 4}], {d[r]};" for r in range(n // 2)
     )
     body = f""".reg .b32 %v<{n // 2}>;
-    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; shl.b32 %r50, %r1, 2;
-    COPY: cvt.u64.u32 %d4, %r50; add.u64 %d5, %d1, %d4; ld.global.b32 %r52, [%d5]; add.u32 %r53, %r2, %r50; st.shared.b32 [%r53], %r52;
+    ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x;
+    mov.u32 %r2, smem; shl.b32 %r50, %r1, 2;
+    COPY: cvt.u64.u32 %d4, %r50; add.u64 %d5, %d1, %d4; ld.global.b32 %r52, [%d5]; add.u32 %r53, %r2, %r50;
+    st.shared.b32 [%r53], %r52;
     add.u32 %r50, %r50, 512; setp.lt.u32 %p1, %r50, {len(data)}; @%p1 bra COPY;
     mul.wide.u32 %d4, %r1, 16; add.u64 %d5, %d3, %d4; ld.global.v4.b32 {{%r40, %r41, %r42, %r43}}, [%d5];
     fence.proxy.async.shared::cta; bar.sync 0;
     {fence} {code} wgmma.commit_group.sync.aligned; {wait}
-    shr.u32 %r4, %r1, 5; and.b32 %r5, %r1, 31; shr.u32 %r6, %r5, 2; mad.lo.u32 %r6, %r4, 16, %r6; and.b32 %r7, %r5, 3; shl.b32 %r7, %r7, 1;
+    shr.u32 %r4, %r1, 5; and.b32 %r5, %r1, 31; shr.u32 %r6, %r5, 2; mad.lo.u32 %r6, %r4, 16, %r6;
+    and.b32 %r7, %r5, 3; shl.b32 %r7, %r7, 1;
     mad.lo.u32 %r8, %r6, {n}, %r7; mul.wide.u32 %d4, %r8, 4; add.u64 %d6, %d2, %d4; {stores}"""
-    run(body, data, out, fragments, block=128, module=MODULE, dynamic_smem=len(data), target="sm_90a", **options)
+    run(body, data, out, fragments, block=128, module=MODULE, dynamic_smem=len(data), target="sm_90a",
+        **options)
     return out
 
 
