@@ -10,7 +10,6 @@ relative Frobenius norm of the difference to a float64 computation.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
@@ -32,8 +31,9 @@ def attention_kernel(heads, kv_heads, head_dim, softcap, mask="causal", **tuning
         from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning
     else:
         from cute_gemma.kernels.sm100.attention import Attention, AttentionTuning
-    kernel = Attention(heads, kv_heads, head_dim, head_dim**-0.5, softcap, mask)
-    return dataclasses.replace(kernel, tuning=AttentionTuning(**tuning)) if tuning else kernel
+    return Attention(
+        heads, kv_heads, head_dim, head_dim**-0.5, softcap, mask, tuning=AttentionTuning(**tuning) if tuning else None
+    )
 
 
 def draw(b, s, heads, kv_heads, head_dim, magnitude=2.0, seed=0):
@@ -110,13 +110,15 @@ def check(cases, **tuning):
     return failures
 
 
-def contestants(b, s, h, kv, d, softcap, variants):
+def contestants(b, s, h, kv, d, softcap, variants, peers):
     """name -> function that launches on the current stream."""
     q, k, v = draw(b, s, h, kv, d)
     found = {}
     for name, tuning in variants.items():
         kernel, out = attention_kernel(h, kv, d, softcap, **tuning), torch.empty_like(q)
         found[name] = lambda kernel=kernel, out=out: jit.launch(kernel, q, k, v, out, target=target())
+    if not peers:
+        return found
     try:
         from flash_attn.cute.interface import flash_attn_func
     except ImportError as reason:
@@ -169,11 +171,11 @@ TIMES = [
 ]
 
 
-def measure(cases, variants, rounds):
+def measure(cases, variants, rounds, peers):
     records = []
     for b, s, h, kv, d, softcap in cases:
         launches = max(4, min(50, int(3e10 / (s * s * h * d * b))))
-        found = time_all(contestants(b, s, h, kv, d, softcap, variants), launches, rounds)
+        found = time_all(contestants(b, s, h, kv, d, softcap, variants, peers), launches, rounds)
         records.append({"B": b, "S": s, "H": h, "KV": kv, "D": d, "softcap": softcap, "us": found})
         line = "  ".join(f"{name} {us:.1f} us {tflops(b, s, h, d, us):.0f}" for name, us in found.items())
         print(f"({b},{s}) {h}/{kv} d={d} cap={softcap}: {line} TFLOP/s", flush=True)
@@ -198,6 +200,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--alone", action="store_true", help="no peers")
     parser.add_argument("--cases", help="which cases, as a Python slice such as 0:2")
     parser.add_argument("--variant", action="append", default=[], help="name:field=value,... of the tuning")
     parser.add_argument("--json")
@@ -213,7 +216,7 @@ def main() -> int:
     facts = versions()
     print(facts)
     failures = check(CHECKS[chosen], **next(iter(variants.values()))) if options.check or both else 0
-    records = measure(TIMES[chosen], variants, options.rounds) if options.time or both else []
+    records = measure(TIMES[chosen], variants, options.rounds, not options.alone) if options.time or both else []
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"versions": facts, "records": records}, file, indent=1)

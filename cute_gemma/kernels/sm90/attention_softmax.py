@@ -19,12 +19,16 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.typing import Boolean, Float32, Int32
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_gemma.kernels.common.softcap import LOG2_E, TANH_FITS, Softcap, exp2, tanh
 from cute_gemma.kernels.common.softmax import pack_bf16, unpack_bf16
 
 ROWS = 2  # rows a thread holds
+# How the work of a block is paced (see _sum_and_pack): elements of a group, and groups that may be under way besides.
+GROUP, LAG = 4, 2
 # A weight this far below the sum of its row, as a power of 2, is lost in it, even a million times over.
 NEGLIGIBLE = 30
 # A polynomial is of use where the end of its range is this large a base-2 exponent: then ordinary sums, from 2^-10 to
@@ -60,11 +64,14 @@ class Quintic:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Columns of the tile that this thread's rows may see, less its own first column: element c is kept while
-    8 * (c // 4) + c % 2 <= columns[(c // 2) % 2]."""
+class View:
+    """What a thread's rows may see of a block. Either first and last, column ranges of its two rows less its own first column
+    (first is None without a window): element c is seen while 8 * (c // 4) + c % 2 is in the range of row (c // 2) % 2; or bias,
+    which is added to each element's exponent, -inf where that is hidden."""
 
-    columns: tuple[Int32, Int32]
+    first: tuple | None
+    last: tuple | None
+    bias: cute.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,18 @@ def unseen(x: Int32) -> Int32:
     return cute.arch.shuffle_sync_bfly(x, offset=0)
 
 
+@dsl_user_op
+def settle(x: Float32, *, loc=None, ip=None) -> Float32:
+    """x, computed before the products that follow are issued: what it depends on may be weights, whose registers are theirs
+    from then on (PTX ISA, wgmma.mma_async)."""
+    return Float32(
+        llvm.inline_asm(
+            T.f32(), [x.ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,f", has_side_effects=True,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
 def usable_levels(softcap: Softcap) -> tuple[int, ...]:
     """The ways to compute tanh that this cap admits, cheapest first: polynomials by number, then WIDE."""
     usable = [i for i, fit in enumerate(TANH_FITS) if softcap.exponent_limit(fit) >= LEAST_EXPONENT]
@@ -92,14 +111,14 @@ def usable_levels(softcap: Softcap) -> tuple[int, ...]:
 # ---- exponents: a score's base-2 exponent as a product of two factors ------------------------------------------------
 
 
-def _quintic(softcap, s, one):
-    k, b, c = (Float32(x) for x in Quintic(softcap).constants)
-    r = s * (k if one is None else one)
+def _quintic(softcap, s, k=None):
+    constant, b, c = (Float32(x) for x in Quintic(softcap).constants)
+    r = s * (constant if k is None else k)
     v = cute.math.fma(r, r, b)
     return r, cute.math.fma(v, v, c)
 
 
-def _polynomial(softcap, fit, s, one):
+def _polynomial(softcap, fit, s, k=None):
     *rest, slope = (Float32(x) for x in softcap.coefficients(fit))
     square = s * s
     for a in reversed(rest):
@@ -107,34 +126,33 @@ def _polynomial(softcap, fit, s, one):
     return s, slope
 
 
-def _wide(softcap, s, one=None):
+def _wide(softcap, s, k=None):
     """Any score."""
     return tanh(s * (softcap.scale / softcap.cap)), Float32(LOG2_E * softcap.cap)
 
 
-def _uncapped(scale, s, one=None):
+def _uncapped(scale, s, k=None):
     return s, Float32(LOG2_E * scale)
 
 
-def _sum_and_pack(rS, rP, tile, exponent, bias=None, limits=None, gate=None, group=8, lag=1):
-    """Weights 2^(exponent of the score + bias of its row), 0 beyond the limits: rP, and tile[row] = their sums. Where there are
-    limits a row may have few keys: it sums the rounded weights, so that a lone key weighs exactly 1."""
-    part = [None] * ROWS
-    history = []
-    ones = [None] * ROWS
+def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
+    """Weights 2^(exponent of the score + shift of its row): rP, and tile[row] = their sums. Where a view hides keys a row may
+    have few: it sums the rounded weights, so that a lone key weighs exactly 1.
+
+    pace: a constant that the exponent begins with. It is made to depend on the sums as of LAG groups of elements ago. Left
+    alone, ptxas puts all polynomials first and leaves a tail of ex2; so it cannot run ahead, and all units have work
+    throughout. An infinite or undefined sum spoils the constant, and shows in the sums for that.
+    """
+    part, history, constants = [None] * ROWS, [], [None] * ROWS
     for c in range(0, cute.size(rS), 2):
         row = (c // 2) % ROWS
-        if gate is not None and c % group == 0:
+        if pace is not None and c % GROUP == 0:
             history.append(list(part))
-            if len(history) > lag:
-                ones = [cute.math.fma(x, Float32(0.0), Float32(gate)) for x in history[-1 - lag] if x is not None] or ones
-        p = []
-        for e in (c, c + 1):
-            a, b = exponent(rS[e], ones[row])
-            weight = exp2(a * b if bias is None else cute.math.fma(a, b, bias[row]))
-            p.append(weight if limits is None else cutlass.select_(_seen(limits, e), weight, Float32(0.0)))
+            if len(history) > LAG and history[-1 - LAG][0] is not None:
+                constants = [cute.math.fma(x, Float32(0.0), Float32(pace)) for x in history[-1 - LAG]]
+        p = [_weight(rS, e, exponent, constants[row], shift, view) for e in (c, c + 1)]
         rP[c // 2] = pack_bf16(*p)
-        if limits is not None:
+        if view is not None:
             p = unpack_bf16(rP[c // 2])
         both = p[0] + p[1]
         part[row] = both if part[row] is None else part[row] + both
@@ -142,13 +160,30 @@ def _sum_and_pack(rS, rP, tile, exponent, bias=None, limits=None, gate=None, gro
         tile[row] = part[row]
 
 
-def _seen(limits, c):
-    return 8 * (c // 4) + c % 2 <= limits.columns[(c // 2) % ROWS]
+def _weight(rS, e, exponent, constant, shift, view):
+    a, b = exponent(rS[e], constant)
+    shift = None if shift is None else shift[(e // 2) % ROWS]
+    if view is not None and view.bias is not None:
+        shift = view.bias[e] if shift is None else shift + view.bias[e]
+    weight = exp2(a * b if shift is None else cute.math.fma(a, b, shift))
+    if view is None or view.bias is not None:
+        return weight
+    return cutlass.select_(seen(view, e), weight, Float32(0.0))
 
 
-def _afresh(limits):
-    """The same limits, to be compared with anew: results for every element would fill the predicate registers."""
-    return None if limits is None else Limits(tuple(unseen(c) for c in limits.columns))
+def seen(view, c):
+    """Whether positions let element c be seen."""
+    row, column = (c // 2) % ROWS, 8 * (c // 4) + c % 2
+    visible = Boolean(column <= view.last[row])
+    return visible if view.first is None else visible & Boolean(column >= view.first[row])
+
+
+def _afresh(view):
+    """The same view, to be compared with anew: results for every element would fill the predicate registers."""
+    if view is None or view.bias is not None:
+        return view
+    first = None if view.first is None else tuple(unseen(x) for x in view.first)
+    return View(first, tuple(unseen(x) for x in view.last), None)
 
 
 def any_exponent(scale: float, cap: float | None):
@@ -160,8 +195,8 @@ def any_exponent(scale: float, cap: float | None):
 
 
 @cute.jit
-def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr, group: cutlass.Constexpr, lag: cutlass.Constexpr):
-    """Weights of a tile without masked entries: rP, an Int32 view of the A operand, and sums[row] += theirs.
+def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr):
+    """Weights of a block without hidden keys: rP, an Int32 view of the A operand, and sums[row] += theirs.
 
     level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit.
     """
@@ -169,15 +204,17 @@ def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr, group: cutla
     for i in cutlass.range_constexpr(WIDE):
         if cutlass.const_expr(i in usable_levels(softcap)):
             if level[0] == i:
-                _sum_and_pack(
-                    rS, rP, tile, _at_level(softcap, i), gate=Quintic(softcap).constants[0] if i == 0 and group else None, group=group or 8, lag=lag
-                )
+                _sum_and_pack(rS, rP, tile, _at_level(softcap, i), pace=_pace(softcap, i))
                 if not _in_range(tile, softcap.exponent_limit(TANH_FITS[i])):
                     level[0] = Int32(i + 1)
     if level[0] == WIDE:
         _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE))
     for row in cutlass.range_constexpr(ROWS):
-        sums[row] = sums[row] + tile[row]
+        sums[row] = settle(sums[row] + tile[row])
+
+
+def _pace(softcap, i):
+    return None if i else Quintic(softcap).constants[0]
 
 
 def _at_level(softcap, i):
@@ -196,8 +233,8 @@ def _in_range(tile, limit):
 
 
 @cute.jit
-def capped_weights_within(rS, rP, sums, softcap: cutlass.Constexpr, limits: cutlass.Constexpr):
-    """The same for a tile that limits cut: by the widest polynomial where all scores of the warp allow, else by tanh.approx."""
+def capped_weights_within(rS, rP, sums, softcap: cutlass.Constexpr, view):
+    """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by tanh.approx."""
     tile = cute.make_rmem_tensor((ROWS,), Float32)
     fine = Boolean(False)
     if cutlass.const_expr(WIDE - 1 in usable_levels(softcap)):
@@ -206,58 +243,63 @@ def capped_weights_within(rS, rP, sums, softcap: cutlass.Constexpr, limits: cutl
             largest = cute.arch.fmax(largest, cute.math.abs(rS[c]))
         fine = cute.arch.vote_all_sync(largest <= softcap.score_limit(TANH_FITS[-1]))
     if fine:
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, limits)
+        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, view)
     else:
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(limits))
+        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(view))
     for row in cutlass.range_constexpr(ROWS):
-        sums[row] = sums[row] + tile[row]
+        sums[row] = settle(sums[row] + tile[row])
 
 
 # ---- lazy shift ------------------------------------------------------------------------------------------------------
 
 
 @cute.jit
-def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, limits: cutlass.Constexpr, first: cutlass.Constexpr):
-    """Weights of a tile and sums[row] += theirs. exponent: an increasing function of the score; first: whether this is the
-    unit's first tile, which sets the shifts."""
+def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view, first: cutlass.Constexpr):
+    """Weights of a block, under a view or None, and sums[row] += theirs. exponent: an increasing function of the score; first:
+    whether this is the unit's first block, which sets the shifts."""
     if cutlass.const_expr(first):
-        _raise_shifts(rS, rP, sums, lazy, exponent, limits)
+        _raise_shifts(rS, rP, sums, lazy, exponent, view)
     else:
         tile = cute.make_rmem_tensor((ROWS,), Float32)
         tile.fill(0.0)
         # Always so. Without a branch ptxas finds P written among products in flight, and makes them all wait (C7513).
         if lazy.shift[0] >= LOWEST:
-            _sum_and_pack(rS, rP, tile, exponent, [-lazy.shift[row] for row in range(ROWS)], limits)
+            _sum_and_pack(rS, rP, tile, exponent, [-lazy.shift[row] for row in range(ROWS)], view)
         fine = Boolean(True)
         for row in cutlass.range_constexpr(ROWS):
             fine = fine & Boolean(tile[row] <= RAISE_ABOVE)
         if cute.arch.vote_all_sync(fine):
             for row in cutlass.range_constexpr(ROWS):
-                sums[row] = sums[row] + tile[row]
+                sums[row] = settle(sums[row] + tile[row])
         else:
-            _raise_shifts(rS, rP, sums, lazy, exponent, limits)
+            _raise_shifts(rS, rP, sums, lazy, exponent, _afresh(view))
 
 
 @cute.jit
-def _raise_shifts(rS, rP, sums, lazy, exponent: cutlass.Constexpr, limits: cutlass.Constexpr):
-    """Shifts from the tile's maxima where these are larger, the tile's weights with them, and how much to rescale O."""
+def _raise_shifts(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view):
+    """Shifts from the block's largest exponents where these are larger, its weights with them, and how to rescale O."""
     tops = [Float32(-Float32.inf)] * ROWS
     for c in cutlass.range_constexpr(cute.size(rS)):
         row = (c // 2) % ROWS
-        score = rS[c] if limits is None else cutlass.select_(_seen(limits, c), rS[c], Float32(-Float32.inf))
-        tops[row] = cute.arch.fmax(tops[row], score)
+        tops[row] = cute.arch.fmax(tops[row], _exponent_in_view(rS, c, exponent, view))
     for row in cutlass.range_constexpr(ROWS):
         top = tops[row]
         for offset in cutlass.range_constexpr(2):  # a row's columns lie in four lanes
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << offset))
-        a, b = exponent(top)
-        top = a * b
         shift = cutlass.select_(top > lazy.shift[row], top + MARGIN, lazy.shift[row])
         lazy.rescale[row] = exp2(lazy.shift[row] - shift)
         lazy.shift[row] = shift
     tile = cute.make_rmem_tensor((ROWS,), Float32)
-    minus = [-lazy.shift[row] for row in range(ROWS)]
-    _sum_and_pack(rS, rP, tile, exponent, minus, _afresh(limits))
+    _sum_and_pack(rS, rP, tile, exponent, [-lazy.shift[row] for row in range(ROWS)], _afresh(view))
     for row in cutlass.range_constexpr(ROWS):
-        sums[row] = cute.math.fma(sums[row], lazy.rescale[row], tile[row])
+        sums[row] = settle(cute.math.fma(sums[row], lazy.rescale[row], tile[row]))
     lazy.raised[0] = Int32(1)
+
+
+def _exponent_in_view(rS, c, exponent, view):
+    a, b = exponent(rS[c])
+    if view is None:
+        return a * b
+    if view.bias is not None:
+        return cute.math.fma(a, b, view.bias[c])
+    return cutlass.select_(seen(view, c), a * b, Float32(-Float32.inf))

@@ -1,0 +1,387 @@
+"""A consumer warpgroup of the sm_90a attention kernel: both products of its 64 query rows, the weights between them, and the
+output.
+
+Blocks of 64 keys follow one another as a software pipeline. With lead L, when the weights of block i are done, the warpgroup
+issues the scores of block i + L, into registers whose scores it has just used up, and the product of block i's weights with
+its values; then it waits for the scores of block i + 1, which were issued a block or two ago.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32, Int64
+
+from cute_gemma.kernels.common.mask import ALL_ZERO, MASKED_AT_OR_BELOW, MIXED
+from cute_gemma.kernels.common.softcap import LOG2_E
+from cute_gemma.kernels.common.softmax import pack_bf16
+from cute_gemma.kernels.sm90 import attention_softmax as softmax
+from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of
+from cute_gemma.kernels.sm100.mask_scan import entry_value, mask_entries
+
+WARP = 32
+WARPGROUP = 128
+STORE_BARRIER = 1  # first of the named barriers, one a consumer; 0 is the CTA's
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What one warpgroup works with.
+
+    group: its number; thread: this thread's number in it; q (…, k blocks), k and v (…, k blocks, stage): operands in shared
+    memory; scores: buffers of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; level: of
+    softmax.capped_weights; lazy: of softmax.lazy_weights.
+    """
+
+    group: Int32
+    thread: Int32
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    scores: tuple
+    weights: tuple
+    out: cute.Tensor
+    sums: cute.Tensor
+    level: cute.Tensor
+    lazy: softmax.Lazy
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A work unit as one thread sees it: its first row in the sequence (the other is 8 below), the query tile, the last key
+    tile, the sequence length; under a mask tensor this batch's entries, minus each row's largest one in binary orders, and
+    whether that is 0 throughout the warp."""
+
+    row: Int32
+    tile: Int32
+    last: Int32
+    s: Int32
+    entries: cute.Tensor | None
+    shift: cute.Tensor | None
+    plain: Boolean | None
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """One key tile of a unit. j: its number. clean: whether every key of it is read, with nothing added; True or False where
+    that is known beforehand. kind: its class under a mask tensor."""
+
+    j: Int32
+    clean: Boolean | bool
+    kind: Int32 | None
+
+
+@cute.jit
+def consumer_role(kernel, bars, smem, out, mask, b, s):
+    """All units of one warpgroup."""
+    me = _consumer(kernel, smem)
+    number = Int32(0)  # blocks of keys used so far
+    if cutlass.const_expr(kernel.mask == "tensor"):
+        cute.arch.griddepcontrol_wait()
+    for index in cutlass.range(kernel.unit_count(b, s), unroll=1):
+        tile, head, batch = kernel.unit(index, b, s)
+        me.sums.fill(0.0)
+        me.level[0] = Int32(kernel.first_level)
+        me.lazy.shift.fill(softmax.LOWEST)
+        first, end = kernel.key_tiles(tile, s)
+        unit = _unit(me, mask, tile, batch, end - 1, s)
+        cute.arch.mbarrier_wait(bars.q_full + me.group, index & 1)
+        if cutlass.const_expr(kernel.mask == "tensor"):
+            count = smem.words[index & 1]
+            if count > 0:
+                number = _walk(kernel, me, bars, smem, unit, count, number)
+            else:
+                me.out.fill(0.0)
+                if cutlass.const_expr(not kernel.shares_q):
+                    _arrive(bars.q_empty + me.group)
+        else:
+            number = _walk(kernel, me, bars, smem, unit, end - first, number)
+        _write_output(kernel, me, smem.out, out, (tile, head, batch))
+        if cutlass.const_expr(kernel.shares_q):
+            _wait_for_store(me)
+            _arrive(bars.q_empty + me.group)
+    _wait_for_store(me)
+
+
+def _consumer(kernel, smem):
+    thread = cute.arch.thread_idx()[0] - WARPGROUP
+    group = cute.arch.make_warp_uniform(thread >> 7)
+    qk_mma, pv_mma = kernel.mmas()
+    # Descriptors are the same for every thread of a warpgroup: slice 0.
+    qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
+    transposed = cute.make_tensor(smem.v.iterator, cute.select(smem.v.layout, mode=[1, 0, 2]))  # (D, 64, stages)
+    s_shape, o_shape = (qk_mma.partition_shape_C((ROWS, ROWS)), pv_mma.partition_shape_C((ROWS, kernel.head_dim)))
+    return Consumer(
+        group,
+        thread & (WARPGROUP - 1),
+        qk_mma.make_fragment_A(qk.partition_A(smem.q))[None, None, None, group],
+        qk_mma.make_fragment_B(qk.partition_B(smem.k)),
+        pv_mma.make_fragment_B(pv.partition_B(transposed)),
+        tuple(cute.make_rmem_tensor(s_shape, Float32) for _ in range(kernel.lead)),
+        tuple(cute.make_rmem_tensor(pv_mma.partition_shape_A((ROWS, ROWS)), BFloat16) for _ in range(2)),
+        cute.make_rmem_tensor(o_shape, Float32),
+        cute.make_rmem_tensor((softmax.ROWS,), Float32),
+        cute.make_rmem_tensor((1,), Int32),
+        softmax.Lazy(
+            cute.make_rmem_tensor((softmax.ROWS,), Float32),
+            cute.make_rmem_tensor((softmax.ROWS,), Float32),
+            cute.make_rmem_tensor((1,), Int32),
+        ),
+    )
+
+
+@cute.jit
+def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
+    row = tile * TILE + me.group * ROWS + (me.thread >> 5) * 16 + ((me.thread & 31) >> 2)
+    entries, shift, plain = None, None, None
+    if cutlass.const_expr(mask is not None):
+        tensor, maxima, _ = mask
+        batch = cutlass.min(batch, Int32(tensor.shape[0]) - 1)
+        entries = mask_entries(tensor, Int64(batch) * s * s, cute.make_layout((s, s), stride=(Int64(s), 1)))
+        shift = cute.make_rmem_tensor((softmax.ROWS,), Float32)
+        for i in cutlass.range_constexpr(softmax.ROWS):
+            largest = Float32(-Float32.inf)
+            for c in cutlass.range(maxima.shape[1], unroll=1):
+                largest = cute.arch.fmax(largest, maxima[batch, c, cutlass.min(row + 8 * i, s - 1)], nan=True)
+            # A row with no key to attend to has no weights to shift.
+            shift[i] = cutlass.select_(largest == -Float32.inf, Float32(0.0), -largest)
+        plain = cute.arch.vote_all_sync(Boolean(shift[0] == 0.0) & Boolean(shift[1] == 0.0))
+    return Unit(row, tile, last, s, entries, shift, plain)
+
+
+# ---- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def _walk(kernel, me, bars, smem, unit, count, number):
+    """All key tiles of a unit, `count` of them, at least one. Returns the number of the block after."""
+    if count > 1:
+        _first_tile(kernel, me, bars, smem, unit, number, True)
+        for i in cutlass.range(1, count - 1, unroll=1):
+            _later_tile(kernel, me, bars, smem, unit, i, number + 2 * i, False)
+        _later_tile(kernel, me, bars, smem, unit, count - 1, number + 2 * (count - 1), True)
+    else:
+        _first_tile(kernel, me, bars, smem, unit, number, False)
+    number = number + 2 * count
+    warpgroup.wait_group(0)
+    _arrive(bars.v_empty + stage_of(kernel, number - 1)[0])
+    return number
+
+
+@cute.jit
+def _first_tile(kernel, me, bars, smem, unit, number, more: cutlass.Constexpr):
+    """The unit's first key tile; `more`: it is not the only one."""
+    _issue_scores(kernel, me, bars, number, 0)
+    warpgroup.commit_group()
+    warpgroup.wait_group(0)
+    tile = _key_tile(kernel, smem, unit, Int32(0), number, True)
+    _arrive(bars.k_empty + stage_of(kernel, number)[0])
+    if cutlass.const_expr(kernel.lead == 2):
+        _issue_scores(kernel, me, bars, number + 1, 1)
+        warpgroup.commit_group()
+    _block(kernel, me, bars, unit, tile, 0, number, (True, not more))
+    _block(kernel, me, bars, unit, tile, 1, number + 1, (False, not more))
+
+
+@cute.jit
+def _later_tile(kernel, me, bars, smem, unit, i, number, last: cutlass.Constexpr):
+    """Tile i of a unit, i > 0, whose first block is `number`."""
+    tile = _key_tile(kernel, smem, unit, i, number, False)
+    for half in cutlass.range_constexpr(2):
+        _block(kernel, me, bars, unit, tile, half, number + half, (False, last))
+
+
+@cute.jit
+def _block(kernel, me, bars, unit, tile, half: cutlass.Constexpr, number, place: cutlass.Constexpr):
+    """Weights of the block that is this half of a key tile, then the products that follow from them. place: whether it is the
+    first block of the unit, and whether the tile is its last.
+
+    Before products are issued, those issued a block ago end: that leaves the other warpgroup's to keep the tensor core busy,
+    and ptxas, which follows groups in flight through no loop, wants it so.
+    """
+    first, last = place
+    _weights(kernel, me, unit, tile, half, first)
+    warpgroup.wait_group(0)
+    if cutlass.const_expr(kernel.lead == 2 and not (last and half == 1)):
+        _arrive(bars.k_empty + stage_of(kernel, number + 1)[0])
+    if cutlass.const_expr(not first):
+        _arrive(bars.v_empty + stage_of(kernel, number - 1)[0])
+    if cutlass.const_expr(last and half == 0 and not kernel.shares_q):
+        _arrive(bars.q_empty + me.group)  # that was the last that read q
+    if cutlass.const_expr(not kernel.fixed_shift):
+        if me.lazy.raised[0] != 0:
+            _scale_out(me, [me.lazy.rescale[0], me.lazy.rescale[1]])
+    if cutlass.const_expr(not last or (half == 0 and kernel.lead == 1)):
+        _issue_scores(kernel, me, bars, number + kernel.lead, half + kernel.lead)
+        if cutlass.const_expr(kernel.lead == 1):
+            warpgroup.commit_group()  # waited for before the product is
+    stage, phase = stage_of(kernel, number)
+    cute.arch.mbarrier_wait(bars.v_full + stage, phase)
+    warpgroup.fence()
+    _gemm(kernel.mmas()[1], me.out, me.weights[half], me.v[None, None, None, stage], not first)
+    warpgroup.commit_group()
+    if cutlass.const_expr(kernel.lead == 1 and not (last and half == 1)):
+        warpgroup.wait_group(1)
+        _arrive(bars.k_empty + stage_of(kernel, number + 1)[0])
+
+
+@cute.jit
+def _issue_scores(kernel, me, bars, number, half: cutlass.Constexpr):
+    """S = q k^T of block `number`, once its keys are there."""
+    stage, phase = stage_of(kernel, number)
+    cute.arch.mbarrier_wait(bars.k_full + stage, phase)
+    warpgroup.fence()
+    _gemm(kernel.mmas()[0], me.scores[half % kernel.lead], me.q, me.k[None, None, None, stage], False)
+
+
+def _gemm(mma, accumulator, a, b, accumulate):
+    """accumulator (+)= a b^T over all K blocks. The atom is fresh: setting its field rebinds it in this scope."""
+    atom = cute.make_mma_atom(mma.op)
+    for i in range(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate if i == 0 else True)
+        cute.gemm(atom, accumulator, a[None, None, i], b[None, None, i], accumulator)
+
+
+@cute.jit
+def _arrive(barrier):
+    """One arrival a warp."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _key_tile(kernel, smem, unit, i, number, first: bool):
+    """Tile i of the unit, whose first block is `number`."""
+    if kernel.mask == "tensor":
+        word = smem.words[2 + stage_of(kernel, number)[0]]
+        j, kind = word >> 2, word & 3
+        clean = Boolean(kind == ALL_ZERO) & unit.plain & Boolean((j + 1) * TILE <= unit.s)
+        return KeyTile(j, clean, kind)
+    j = unit.last - i
+    if kernel.window is None or first:
+        return KeyTile(j, not first, None)
+    # The window of the unit's last row starts beyond the tile's first key.
+    return KeyTile(j, unit.tile * TILE + TILE - kernel.window <= j * TILE, None)
+
+
+@cute.jit
+def _weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass.Constexpr):
+    """Weights of the block that is this half of a key tile."""
+    me.lazy.raised[0] = Int32(0)
+    if cutlass.const_expr(isinstance(tile.clean, bool)):
+        if cutlass.const_expr(tile.clean):
+            _clean_weights(kernel, me, half, first)
+        else:
+            _cut_weights(kernel, me, unit, tile, half, first)
+    else:
+        if tile.clean:
+            _clean_weights(kernel, me, half, first)
+        else:
+            _cut_weights(kernel, me, unit, tile, half, first)
+
+
+def _clean_weights(kernel, me, half, first):
+    rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
+    if kernel.fixed_shift:
+        softmax.capped_weights(rS, rP, me.sums, me.level, kernel.cap)
+    else:
+        exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
+        softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, None, first)
+
+
+@cute.jit
+def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass.Constexpr):
+    """A block in which some keys are hidden, or something is added to the logits."""
+    rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
+    key = tile.j * TILE + (1 - half) * ROWS + 2 * (me.thread & 3)  # of this thread's first element
+    view = softmax.View(*_range(kernel, unit, tile, key), None)
+    if cutlass.const_expr(kernel.mask == "tensor"):
+        view = softmax.View(None, None, _bias(rS, unit, tile, key, view))
+    if cutlass.const_expr(kernel.fixed_shift):
+        softmax.capped_weights_within(rS, rP, me.sums, kernel.cap, view)
+    else:
+        exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
+        softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, view, first)
+
+
+def _range(kernel, unit, tile, key):
+    """(first, last) keys that positions let the thread's rows read, less `key`. first is None without a window."""
+    rows = [unit.row, unit.row + 8]
+    last = [unit.s - 1] * 2
+    if kernel.mask == "causal":
+        last = [cutlass.min(row, unit.s - 1) for row in rows]
+    if kernel.mask == "tensor":  # a class says so, or the entries do
+        diagonal = Boolean(tile.kind != ALL_ZERO) & Boolean(tile.kind != MIXED)
+        last = [cutlass.select_(diagonal, cutlass.min(row, unit.s - 1), unit.s - 1) for row in rows]
+    first = None if kernel.window is None else tuple(row - kernel.window + 1 - key for row in rows)
+    return first, tuple(x - key for x in last)
+
+
+@cute.jit
+def _bias(rS, unit, tile, key, view):
+    """What is added to each exponent under a mask tensor, -inf where the key is hidden."""
+    bias = cute.make_rmem_tensor((cute.size(rS),), Float32)
+    if tile.kind == MIXED:
+        for c in cutlass.range_constexpr(cute.size(rS)):
+            row, column = cutlass.min(unit.row + 8 * ((c // 2) % 2), unit.s - 1), key + 8 * (c // 4) + c % 2
+            value = entry_value(unit.entries[row, cutlass.min(column, unit.s - 1)])
+            hidden = Boolean(value <= MASKED_AT_OR_BELOW) | Boolean(column >= unit.s)
+            # The difference first: it is exact where entries are close, however large they are.
+            shifted = (value + unit.shift[(c // 2) % 2]) * LOG2_E
+            bias[c] = cutlass.select_(hidden, Float32(-Float32.inf), shifted)
+    else:
+        for c in cutlass.range_constexpr(cute.size(rS)):
+            shifted = unit.shift[(c // 2) % 2] * LOG2_E
+            bias[c] = cutlass.select_(softmax.seen(view, c), shifted, Float32(-Float32.inf))
+    return bias
+
+
+def _scale_out(me, factors):
+    for c in range(cute.size(me.out)):
+        me.out[c] = me.out[c] * factors[(c // 2) % softmax.ROWS]
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def _wait_for_store(me):
+    """Until the last stored tile has left shared memory."""
+    if me.thread < WARP:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
+def _write_output(kernel, me, sO, out, unit):
+    """O / sums to bf16, through shared memory, by one TMA store of this warpgroup's 64 rows; rows without weights are 0."""
+    tile, head, batch = unit
+    factors = []
+    for row in cutlass.range_constexpr(softmax.ROWS):
+        total = me.sums[row]
+        for offset in cutlass.range_constexpr(2):  # a row's columns lie in four lanes
+            total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << offset)
+        factors.append(cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total)))
+    _scale_out(me, factors)
+    rounded = cute.make_rmem_tensor(me.out.shape, BFloat16)
+    packed = cute.recast_tensor(rounded, Int32)
+    for c in cutlass.range_constexpr(0, cute.size(me.out), 2):
+        packed[c // 2] = pack_bf16(me.out[c], me.out[c + 1])
+    store = cute.make_tiled_copy_C(
+        cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16), kernel.mmas()[1]
+    ).get_slice(softmax.unseen(me.thread))
+    _wait_for_store(me)
+    cute.arch.barrier(barrier_id=STORE_BARRIER + me.group, number_of_threads=WARPGROUP)
+    cute.copy(store, store.retile(rounded), store.partition_D(sO)[None, None, None, me.group])
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=STORE_BARRIER + me.group, number_of_threads=WARPGROUP)
+    if me.thread < WARP:
+        atom, mO = out
+        gO = cute.local_tile(mO[None, None, (head, batch)], (ROWS, kernel.head_dim), (None, 0))
+        tOsO, tOgO = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
+        )
+        cute.copy(atom, tOsO[None, me.group], tOgO[None, tile * (TILE // ROWS) + me.group])
+        cute.arch.cp_async_bulk_commit_group()
