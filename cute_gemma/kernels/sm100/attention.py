@@ -24,6 +24,7 @@ import cutlass.utils.blackwell_helpers as sm100_utils
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL
@@ -59,7 +60,7 @@ class AttentionTuning:
     query_tiles: int = 2
     kv_stages: int = 4
     fma_exp2_pairs: int = 8
-    mufu_tanh_pairs: int = 16
+    mufu_tanh_pairs: int = 20
 
 
 def default_tuning(head_dim: int) -> AttentionTuning:
@@ -241,7 +242,7 @@ class Attention:
         qk_tile, pv_tile = self._mma_tiles()
         stages = self.tuning.kv_stages
         part = (TILE, TILE, self.head_dim // self.kv_parts)
-        row_major = cutlass.utils.LayoutEnum.ROW_MAJOR
+        row_major = LayoutEnum.ROW_MAJOR
         return (
             sm100_utils.make_smem_layout_a(qk_mma, qk_tile, BFloat16, self.tuning.query_tiles),
             sm100_utils.make_smem_layout_b(qk_mma, part, BFloat16, stages),

@@ -1,0 +1,95 @@
+"""The mask pre-pass: tile classes and row maxima."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import LOWEST, TARGET, block_diagonal, causal, masks, scan
+
+from cute_gemma import jit
+from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL, MASK_TILE, MASKED_AT_OR_BELOW, MIXED, SCAN_COLUMNS
+from cute_gemma.kernels.sm100.mask_scan import MaskScan
+
+
+def expected_classes(mask):
+    batch, seq = mask.shape[0], mask.shape[-1]
+    tiles = math.ceil(seq / MASK_TILE)
+    masked = mask[:, 0] <= MASKED_AT_OR_BELOW
+    zero = mask[:, 0] == 0
+    hidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    diagonal = (masked & hidden) | (zero & ~hidden)
+    classes = torch.full((batch, tiles, tiles), MIXED, dtype=torch.uint8)
+    for b in range(batch):
+        for i in range(tiles):
+            for j in range(tiles):
+                cut = (b, slice(i * MASK_TILE, (i + 1) * MASK_TILE), slice(j * MASK_TILE, (j + 1) * MASK_TILE))
+                if zero[cut].all():
+                    classes[b, i, j] = ALL_ZERO
+                elif masked[cut].all():
+                    classes[b, i, j] = ALL_MASKED
+                elif i == j and diagonal[cut].all():
+                    classes[b, i, j] = DIAGONAL
+    return classes
+
+
+def check(mask):
+    row_max, classes = scan(mask)
+    assert torch.equal(classes, expected_classes(mask))
+    entries = mask[:, 0].float()
+    entries = entries.masked_fill(entries <= MASKED_AT_OR_BELOW, -math.inf)
+    parts = [part.amax(-1) for part in entries.split(SCAN_COLUMNS, dim=-1)]
+    assert torch.equal(row_max, torch.stack(parts, 1))
+
+
+@pytest.mark.parametrize("name", masks(1))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_classes_and_maxima(name, dtype):
+    for seq in (131, 257):
+        check(masks(seq, batch=2)[name].to(dtype))
+
+
+@pytest.mark.parametrize("seq", [1, 2, 127, 128, 129])
+def test_short_and_odd_lengths(seq):
+    for name in ("causal", "random", "all masked"):
+        check(masks(seq)[name].bfloat16())
+
+
+def test_more_columns_than_one_maximum_covers():
+    check(block_diagonal(SCAN_COLUMNS + 3).bfloat16())
+
+
+def test_a_single_entry_changes_the_class_of_its_tile_alone():
+    for row, column, value in ((0, 0, 1.0), (130, 3, LOWEST), (200, 255, 0.0), (255, 255, -0.25), (3, 200, 0.0)):
+        mask = causal(256)
+        mask[0, 0, row, column] = value
+        check(mask.bfloat16())
+        _, classes = scan(mask.bfloat16())
+        _, before = scan(causal(256).bfloat16())
+        changed = (classes != before).nonzero().tolist()
+        assert changed in ([[0, row // 128, column // 128]], []), "another tile changed"
+
+
+def test_the_boundary_of_masked_and_negative_zero():
+    below = torch.nextafter(torch.tensor(MASKED_AT_OR_BELOW), torch.tensor(0.0))
+    for value, kind in ((MASKED_AT_OR_BELOW, ALL_MASKED), (-math.inf, ALL_MASKED), (below.item(), MIXED), (-0.0, ALL_ZERO)):
+        _, classes = scan(torch.full((1, 1, 130, 130), value))
+        assert (classes == kind).all()
+
+
+def test_a_nan_is_neither_zero_nor_masked():
+    mask = causal(130).bfloat16()
+    mask[0, 0, 5, 100] = math.nan
+    row_max, classes = scan(mask)
+    assert classes.tolist() == [[[MIXED, ALL_MASKED], [ALL_ZERO, DIAGONAL]]]
+    assert row_max[0, 0].isnan().nonzero().tolist() == [[5]]
+
+
+def test_dtypes_are_checked():
+    with pytest.raises(ValueError, match="mask_dtype: got 'f16'"):
+        MaskScan("f16")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_no_stack_and_no_local_memory(dtype):
+    (report,) = jit.inspect(MaskScan(dtype), TARGET)
+    assert report.stack_bytes == 0 and report.local_loads == 0 and report.local_stores == 0
