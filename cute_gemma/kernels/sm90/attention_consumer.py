@@ -172,13 +172,13 @@ def _walk(kernel, me, bars, smem, unit, count, number):
 @cute.jit
 def _first_tile(kernel, me, bars, smem, unit, number, more: cutlass.Constexpr):
     """The unit's first key tile; `more`: it is not the only one."""
-    _issue_scores(kernel, me, bars, number, 0)
+    _issue_scores(kernel, me, bars, number, 0, Boolean(False))
     warpgroup.commit_group()
     warpgroup.wait_group(0)
     tile = _key_tile(kernel, smem, unit, Int32(0), number, True)
     _arrive(bars.k_empty + stage_of(kernel, number)[0])
     if cutlass.const_expr(kernel.lead == 2):
-        _issue_scores(kernel, me, bars, number + 1, 1)
+        _issue_scores(kernel, me, bars, number + 1, 1, Boolean(False))
         warpgroup.commit_group()
     _block(kernel, me, bars, unit, tile, 0, number, (True, not more))
     _block(kernel, me, bars, unit, tile, 1, number + 1, (False, not more))
@@ -201,6 +201,10 @@ def _block(kernel, me, bars, unit, tile, half: cutlass.Constexpr, number, place:
     and ptxas, which follows groups in flight through no loop, wants it so.
     """
     first, last = place
+    more = not last or (half == 0 and kernel.lead == 1)
+    # Asked before the weights, so that the answer, most often yes, need not be waited for.
+    keys_there = _is_full(kernel, bars.k_full, number + kernel.lead) if more else None
+    values_there = _is_full(kernel, bars.v_full, number)
     _weights(kernel, me, unit, tile, half, first)
     warpgroup.wait_group(0)
     if cutlass.const_expr(kernel.lead == 2 and not (last and half == 1)):
@@ -212,12 +216,13 @@ def _block(kernel, me, bars, unit, tile, half: cutlass.Constexpr, number, place:
     if cutlass.const_expr(not kernel.fixed_shift):
         if me.lazy.raised[0] != 0:
             _scale_out(me, [me.lazy.rescale[0], me.lazy.rescale[1]])
-    if cutlass.const_expr(not last or (half == 0 and kernel.lead == 1)):
-        _issue_scores(kernel, me, bars, number + kernel.lead, half + kernel.lead)
+    if cutlass.const_expr(more):
+        _issue_scores(kernel, me, bars, number + kernel.lead, half + kernel.lead, keys_there)
         if cutlass.const_expr(kernel.lead == 1):
             warpgroup.commit_group()  # waited for before the product is
     stage, phase = stage_of(kernel, number)
-    cute.arch.mbarrier_wait(bars.v_full + stage, phase)
+    if not values_there:
+        cute.arch.mbarrier_wait(bars.v_full + stage, phase)
     warpgroup.fence()
     _gemm(kernel.mmas()[1], me.out, me.weights[half], me.v[None, None, None, stage], not first)
     warpgroup.commit_group()
@@ -227,12 +232,18 @@ def _block(kernel, me, bars, unit, tile, half: cutlass.Constexpr, number, place:
 
 
 @cute.jit
-def _issue_scores(kernel, me, bars, number, half: cutlass.Constexpr):
-    """S = q k^T of block `number`, once its keys are there."""
+def _issue_scores(kernel, me, bars, number, half: cutlass.Constexpr, there):
+    """S = q k^T of block `number`, once its keys are there, as they are known to be if `there`."""
     stage, phase = stage_of(kernel, number)
-    cute.arch.mbarrier_wait(bars.k_full + stage, phase)
+    if not there:
+        cute.arch.mbarrier_wait(bars.k_full + stage, phase)
     warpgroup.fence()
     _gemm(kernel.mmas()[0], me.scores[half % kernel.lead], me.q, me.k[None, None, None, stage], False)
+
+
+def _is_full(kernel, barriers, number):
+    stage, phase = stage_of(kernel, number)
+    return cute.arch.mbarrier_test_wait(barriers + stage, phase)
 
 
 def _gemm(mma, accumulator, a, b, accumulate):
