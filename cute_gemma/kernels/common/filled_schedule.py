@@ -44,6 +44,10 @@ class FilledSchedule(TileSchedule):
         m, n = self._place(section, in_section)
         return Unit(tile, section, m, n, Int32(0), k_blocks, worker, Int32(1))
 
+    def first_section_count(self, worker):
+        """How many units of a worker are long tiles."""
+        return self._long_count(worker)
+
     @property
     def _busy(self):
         """Workers with one long tile more than the others: 0 .. busy - 1."""

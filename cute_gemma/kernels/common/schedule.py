@@ -133,6 +133,15 @@ class TileSchedule:
         m, n = self._place(section, in_section)
         return Unit(tile, section, m, n, k_begin, k_end, first_worker, pieces)
 
+    def first_section_count(self, worker):
+        """How many units of a worker are in the first section. They come before the others."""
+        tiles = self.sections[0].tiles
+        whole = maximum((tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
+        if not self.splits:
+            return whole
+        split_tile = self.tile_of_block(self.share_begin(worker))
+        return clamp(tiles - split_tile, self._split_units(worker)) + whole
+
     def partial_slot(self, worker, tile):
         """Where a worker keeps its piece of a split tile: slot 2w its first, 2w + 1 its last."""
         return 2 * worker + select(self.share_begin(worker) >= self.begin_of_tile(tile), 0, 1)

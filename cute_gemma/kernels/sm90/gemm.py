@@ -8,8 +8,8 @@ rounded to bf16, strip by strip, to an epilogue. What A, B and the epilogue are 
 Three warpgroups a CTA, each role a method below or of kernels/common/gemm.py, in the order data meets them:
     warp 0       `produce`   one k block (64 elements of K) of A and B a stage, through TMA
     warps 4-11   `consume`   two warpgroups, 64 rows of each 128 apiece. A warp's *strip* is 16 of them. They share the
-                             stages but wait for nothing else of each other: with a few stages between them, one
-                             multiplies while the other is in its epilogue.
+                             stages but wait for nothing else of each other. The epilogue of a tile may run while
+                             the next one's first k blocks are multiplied (`defers`).
 
 Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
 a workspace: every consumer warp writes its part of the piece, then counts itself in; the one that completes the count
@@ -18,7 +18,8 @@ workspace needs zeroing once, when it is allocated. A tile shared by the CTAs of
 shared memory (cluster_sum.py).
 
 To make a GEMM, subclass `PersistentGemm` and give it
-    `operand_majors`            which mode of A and B is contiguous, for each kind of tile (one kind or several)
+    `operand_majors`            which mode of A and B is contiguous, for each kind of tile: one, or two if the
+                                schedule's first section holds the tiles of the first kind
     `loads(tma, operands, ...)` a `Loads` object: how to fetch k block k of a tile; early and late parts (see PDL)
     `epilogue(...)`             what becomes of a finished strip
 and call `launch` from its host entry.
@@ -71,6 +72,7 @@ ROWS = 64  # of a wgmma
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 BARRIER_BYTES = 256  # at most
 CONSUMER_BARRIER = 1  # named barrier of the consumer warps
+HEAD_START = 3  # k blocks of a unit under way before the epilogue of the one before
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,31 @@ class Strip:
             send([first + column for column in range(begin, end)])
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A warp's part of a finished tile, whose epilogue is to come.
+
+    words: bf16 pairs, as many accumulators hold two after the other; row: the first of the warp's rows in a unit.
+    """
+
+    words: Any
+    row: Any
+    io: tuple
+
+    def take(self, accumulator) -> None:
+        """Round the accumulators."""
+        count = cute.size(self.words)
+        values = cute.make_tensor(accumulator.iterator, cute.make_layout(2 * count))
+        for index in range(count):
+            self.words[index] = bf16.pack(values[2 * index], values[2 * index + 1])
+
+    def strip(self, number: int, columns: int) -> Strip:
+        """Strip `number`, of `columns` fragments side by side."""
+        first = number * 2 * columns
+        pairs = [[self.words[first + 2 * column + half] for column in range(columns)] for half in (0, 1)]
+        return Strip(pairs, self.row + 128 * number)
+
+
 def major_layout(major: str):
     """The layout of an operand whose K ("k") or whose M or N ("mn") is contiguous, as the helpers name it."""
     return LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR
@@ -118,6 +145,7 @@ class PersistentGemm(GemmBase):
     operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
     boxes: int = 2  # 16 x 64 boxes of shared memory a consumer warp has, see boxes.py
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
+    defers: bool = False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
 
     # ---- shapes ---------------------------------------------------------------------------------------------------
 
@@ -318,10 +346,6 @@ class PersistentGemm(GemmBase):
         """Finish a warp's strip of a tile. io = (tma, scratch, WarpBoxes)."""
         raise NotImplementedError
 
-    def mma_kind(self, unit: Unit):
-        """Number of the tiled MMA for a unit, when there are several."""
-        return unit.section
-
     def make_scratch(self, smem):
         """Shared memory of the epilogue, `scratch_bytes` of it."""
         return None
@@ -339,33 +363,47 @@ class PersistentGemm(GemmBase):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_CONSUMER
         row = rank % self.tuning.cluster_m * self.tuning.tile_m + warp * BOX_ROWS
         fragments = self.fragments(mmas, operands, warp // 4)
-        accumulator = cute.make_rmem_tensor(mmas[0].partition_shape_C(self.mma_tiler[:2]), Float32)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stage_count)
+        pending = Pending(cute.make_rmem_tensor(self.words // 2, Int32), row, io)
         unit = dynamic(schedule.unit(worker, Int32(0)))
-        for index in cutlass.range(schedule.unit_count(worker), unroll=1):
-            queue = stages, state, unit.k_end - unit.k_begin
-            ahead = schedule, worker, index + 1
-            if cutlass.const_expr(len(mmas) == 1):
-                state, following = self.multiply(mmas[0], fragments[0], accumulator, queue, ahead)
-            else:
-                following = unit
-                if self.mma_kind(unit) == 0:
-                    state, following = self.multiply(mmas[0], fragments[0], accumulator, queue, ahead)
-                else:
-                    state, following = self.multiply(mmas[1], fragments[1], accumulator, queue, ahead)
-            complete = cutlass.Boolean(True)
-            if cutlass.const_expr(self.tuning.stream_k):
-                if unit.pieces > 1:
-                    number = rank * CONSUMER_WARPS + warp
-                    pieces = Pieces(schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words)
-                    complete = self.add_pieces(accumulator, pieces)
-            if cutlass.const_expr(self.tuning.share > 1):
-                if unit.pieces > 1:
-                    complete = workspace.add(accumulator)
-            if complete:
-                for strip in cutlass.range_constexpr(self.tuning.tile_m // 128):
-                    self.epilogue(self.strip(accumulator, strip, row), unit, io)
-            unit = following
+        before, waiting = unit, cutlass.Boolean(False)
+        begin, end = Int32(0), Int32(schedule.unit_count(worker))
+        # A loop for each kind: with two kinds of wgmma on the same registers the assembler would wait after each one.
+        for kind in cutlass.range_constexpr(len(mmas)):
+            last = end
+            if cutlass.const_expr(kind + 1 < len(mmas)):
+                last = Int32(schedule.first_section_count(worker))
+            accumulator = cute.make_rmem_tensor(mmas[kind].partition_shape_C(self.mma_tiler[:2]), Float32)
+            for index in cutlass.range(begin, last, unroll=1):
+                queue = stages, state, unit.k_end - unit.k_begin
+                ahead = (schedule, worker, index + 1), (pending, before, waiting)
+                state, following = self.multiply(mmas[kind], fragments[kind], accumulator, queue, ahead)
+                complete = cutlass.Boolean(True)
+                if cutlass.const_expr(self.tuning.stream_k):
+                    if unit.pieces > 1:
+                        number = rank * CONSUMER_WARPS + warp
+                        pieces = Pieces(
+                            schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words)
+                        complete = self.add_pieces(accumulator, pieces)
+                if cutlass.const_expr(self.tuning.share > 1):
+                    if unit.pieces > 1:
+                        complete = workspace.add(accumulator)
+                if complete:
+                    pending.take(accumulator)
+                    if cutlass.const_expr(not self.defers):
+                        self.finish(pending, unit)
+                before, waiting = unit, complete
+                unit = following
+            begin = last
+        if cutlass.const_expr(self.defers):
+            if waiting:
+                self.finish(pending, before)
+
+    @cute.jit
+    def finish(self, pending, unit):
+        """The epilogue of a warp's strips of a unit."""
+        for number in cutlass.range_constexpr(self.tuning.tile_m // 128):
+            self.epilogue(pending.strip(number, self.tuning.tile_n // 8), unit, pending.io)
 
     def fragments(self, mmas, operands, group) -> list:
         """For each kind of tile the shared-memory descriptors of a warpgroup's A and B, (MMA, MMA_MN, MMA_K, STAGE)."""
@@ -379,17 +417,32 @@ class PersistentGemm(GemmBase):
     def multiply(self, mma, fragments, accumulator, queue, ahead):
         """Sum of a unit's k blocks, at least one. A stage is released when the block after it is under way.
 
-        Returns the queue's state and the unit after: where it is takes some hundred cycles, spent during the first block.
+        Returns the queue's state and the unit after. To find it takes some hundred cycles, spent during the first
+        blocks, as the epilogue of the unit before is if the kernel defers that.
         """
         stages, state, blocks = queue
-        schedule, worker, index = ahead
+        (schedule, worker, index), (pending, before, waiting) = ahead
         state, release = state.clone(), state.clone()
         warpgroup.fence()
         stages.consumer_wait(state)
         self.multiply_stage(mma, fragments, accumulator, state.index, False)
         state.advance()
+        begun = Int32(1)
+        if cutlass.const_expr(self.defers):
+            begun = Int32(cutlass.min(blocks, HEAD_START))
+            for _ in cutlass.range(begun - 1, unroll=1):
+                stages.consumer_wait(state)
+                self.multiply_stage(mma, fragments, accumulator, state.index, True)
+                state.advance()
         following = dynamic(schedule.unit(worker, index))
-        for _ in cutlass.range(blocks - 1, unroll=1):
+        if cutlass.const_expr(self.defers):
+            if waiting:
+                self.finish(pending, before)
+            warpgroup.wait_group(1)
+            for _ in cutlass.range(begun - 1, unroll=1):
+                stages.consumer_release(release)
+                release.advance()
+        for _ in cutlass.range(blocks - begun, unroll=1):
             stages.consumer_wait(state)
             self.multiply_stage(mma, fragments, accumulator, state.index, True)
             warpgroup.wait_group(1)
@@ -409,17 +462,6 @@ class PersistentGemm(GemmBase):
             at = (None, None, block, stage)
             cute.gemm(atom, accumulator, a[at], b[at], accumulator)
         warpgroup.commit_group()
-
-    def strip(self, accumulator, number: int, row) -> Strip:
-        """Strip `number` of the calling warp's accumulators."""
-        values = cute.make_tensor(accumulator.iterator, cute.make_layout(self.words))
-        count = self.tuning.tile_n // 8
-        first = number * 4 * count
-        pairs = [
-            [bf16.pack(values[first + 4 * j + 2 * half], values[first + 4 * j + 2 * half + 1]) for j in range(count)]
-            for half in (0, 1)
-        ]
-        return Strip(pairs, row + 128 * number)
 
     @cute.jit
     def add_pieces(self, accumulator, pieces):

@@ -25,6 +25,8 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     features: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
 
+    defers = True
+
     @property
     def boxes(self) -> int:
         """A whole strip where stages leave room."""

@@ -6,8 +6,7 @@ and imm-trans-a, -b), so wgrad transposes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import cutlass
@@ -16,22 +15,14 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16
 from cutlass.cute.nvgpu import cpasync
 
-from cute_gemma.kernels.common.filled_schedule import makespan
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase
-from cute_gemma.kernels.common.schedule import split_plan
 from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import FIRST_CONSUMER, PersistentGemm, major_layout
-from cute_gemma.kernels.sm90.tuning import (
-    CONSUMER_WARPS,
-    EPILOGUE_CYCLES,
-    SM_COUNT,
-    START_CYCLES,
-    GemmTuning,
-    block_cycles,
-    exchange_cycles,
-)
+from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning
+
+NORM_TUNING = NormBackwardTuning(ctas=SM_COUNT)
 
 
 @dataclass(frozen=True)
@@ -43,9 +34,14 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
     kv_heads: int
     head_dim: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
-    norm: NormBackwardTuning = NormBackwardTuning()
+    norm: NormBackwardTuning = NORM_TUNING
 
     operand_majors = QkvGradientsBase.operand_majors
+
+    @property
+    def defers(self) -> bool:
+        """Where registers suffice."""
+        return self.words <= 64
 
     @property
     def boxes(self) -> int:
@@ -107,42 +103,12 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
             boxes.send(tma.grad_hidden, [(row, column, block // blocks) for column in columns])
 
 
-@lru_cache(maxsize=1024)
 def default_tuning(
     batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = SM_COUNT
 ) -> GemmTuning:
-    """The tuning whose schedule ends first by the cycle counts of tuning.py; heads: H + 2 KV."""
-    blocks = {WGRAD: ceil(heads * head_dim / BLOCK_M), DGRAD: batch * ceil(seq / BLOCK_M)}
-    depth = {WGRAD: batch * ceil(seq / BLOCK_K), DGRAD: heads * head_dim // BLOCK_K}
-
-    def cycles(tuning: GemmTuning) -> float:
-        per_unit, n_tiles = tuning.unit_rows // BLOCK_M, ceil(hidden / tuning.tile_n)
-        tiles = {kind: ceil(blocks[kind] / per_unit) * n_tiles for kind in blocks}
-        return START_CYCLES + (_split_end if tuning.stream_k else _whole_end)(tiles, depth, tuning)
-
-    # Measured on an H200: wider, taller and narrower tiles gain nothing, nor do clusters.
-    return min((GemmTuning(stream_k=stream_k, sm_count=sm_count) for stream_k in (False, True)), key=cycles)
-
-
-def _whole_end(tiles: dict[int, int], depth: dict[int, int], tuning: GemmTuning) -> float:
-    """When the last worker is done if the tiles of both kinds are dealt out, wgrad first, to whoever is free."""
-    epilogue = EPILOGUE_CYCLES * tuning.tile_n
-    costs = {kind: depth[kind] * block_cycles(tuning) + epilogue for kind in tiles}
-    return makespan((tiles[WGRAD], costs[WGRAD]), (tiles[DGRAD], costs[DGRAD]), tuning.workers)
-
-
-def _split_end(tiles: dict[int, int], depth: dict[int, int], tuning: GemmTuning) -> float:
-    """The same with stream-K."""
-    total = sum(tiles.values())
-
-    def begin(tile):
-        return min(tile, tiles[WGRAD]) * depth[WGRAD] + max(tile - tiles[WGRAD], 0) * depth[DGRAD]
-
-    split, split_blocks, busy = split_plan(total, begin, tuning.workers)
-    epilogue = EPILOGUE_CYCLES * tuning.tile_n
-    rounds = (total - split) // busy
-    end = rounds * (depth[DGRAD] * block_cycles(tuning) + epilogue)
-    if split:
-        units = max(1, split / busy)  # of a worker's share, of which most are added up
-        end += split_blocks / busy * block_cycles(tuning) + units * (exchange_cycles(tuning) + epilogue)
-    return end
+    """heads: H + 2 KV. Measured on an H200: wider, taller and narrower tiles gain nothing, nor do clusters; splitting
+    tiles pays while about half of the multiprocessors would have none."""
+    tuning = GemmTuning(sm_count=sm_count)
+    blocks = ceil(heads * head_dim / BLOCK_M) + batch * ceil(seq / BLOCK_M)
+    few = 9 * blocks * ceil(hidden / tuning.tile_n) <= 5 * sm_count
+    return replace(tuning, stream_k=few)

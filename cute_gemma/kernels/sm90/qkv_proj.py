@@ -83,6 +83,10 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         self.check()
 
     @property
+    def defers(self) -> bool:
+        return self.tuning.tile_n == 128
+
+    @property
     def scratch_bytes(self) -> int:
         return 2 * self.head_dim * 4
 
