@@ -97,7 +97,33 @@ def _sm100_forward() -> ForwardKernels:
     return ForwardKernels((128, 256), (64, 128, 256), qkv_projection, mask_scan, attention, output_projection)
 
 
-_FORWARD = {"sm_100a": _sm100_forward}
+def _sm90_forward() -> ForwardKernels:
+    def qkv_projection(config: AttentionConfig, rows: int) -> Any:
+        from .sm90.qkv_proj import QKVProjection, default_tuning
+
+        sizes = (config.hidden, config.heads, config.kv_heads, config.head_dim)
+        tuning = default_tuning(rows, *sizes)
+        return QKVProjection(*sizes, config.eps, config.qk_norm, tuning=tuning)
+
+    def attention(config: AttentionConfig, mask: str) -> Any:
+        from .sm90.attention import Attention, MaskedAttention
+
+        sizes = (config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap)
+        if mask in ("causal", "none"):
+            return Attention(*sizes, mask, config.window)
+        return MaskedAttention(*sizes, mask_dtype=mask)
+
+    def output_projection(config: AttentionConfig, rows: int) -> Any:
+        from .sm90.out_proj import OutputProjection, default_tuning
+
+        sizes = (config.hidden, config.q_width)
+        return OutputProjection(*sizes, default_tuning(rows, *sizes))
+
+    mask_scan = _sm100_forward().mask_scan
+    return ForwardKernels((128, 256), (64, 128, 256), qkv_projection, mask_scan, attention, output_projection)
+
+
+_FORWARD = {"sm_100a": _sm100_forward, "sm_90a": _sm90_forward}
 
 
 def _sm100_backward() -> BackwardKernels:
@@ -120,4 +146,21 @@ def _sm100_backward() -> BackwardKernels:
     return BackwardKernels((128, 256), norm_backward, gradients, rope_backward)
 
 
-_BACKWARD = {"sm_100a": _sm100_backward}
+def _sm90_backward() -> BackwardKernels:
+    def norm_backward(sizes: Any) -> Any:
+        from .sm90.qkv_grads import NORM_TUNING
+        from .sm100.norm_backward import NormBackward
+
+        return NormBackward(sizes.head_dim, NORM_TUNING)
+
+    def gradients(sizes: Any, norm: Any) -> Any:
+        from .sm90.qkv_grads import QkvGradients, default_tuning
+
+        heads = sizes.heads + 2 * sizes.kv_heads
+        tuning = default_tuning(sizes.batch, sizes.seq, sizes.hidden, heads, sizes.head_dim)
+        return QkvGradients(sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, tuning, norm.tuning)
+
+    return BackwardKernels((128, 256), norm_backward, gradients, _sm100_backward().rope_backward)
+
+
+_BACKWARD = {"sm_100a": _sm100_backward, "sm_90a": _sm90_backward}
