@@ -17,7 +17,8 @@ LOWEST = torch.finfo(torch.bfloat16).min
 
 @lru_cache(maxsize=32)
 def suite_qkv(batch, seq, heads, kv_heads, head_dim, seed=0):
-    """q, k, v as the suite's projection yields them: rows normalised to scale 2 and rotated by unrelated angles."""
+    """q, k, v as the suite's projection yields them: rows normalised to scale 2 and rotated by unrelated
+    angles."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -77,7 +78,8 @@ def scan(mask, schedule="lazy"):
     row_max = torch.full((batch, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
     classes = torch.full((batch, tiles, tiles), 99, dtype=torch.uint8)
     kernel = MaskScan("f32" if mask.dtype == torch.float32 else "bf16")
-    jit.launch(kernel, mask, row_max, classes, target=TARGET, backend="emulator", emulation=Options(schedule=schedule))
+    options = Options(schedule=schedule)
+    jit.launch(kernel, mask, row_max, classes, target=TARGET, backend="emulator", emulation=options)
     return row_max, classes
 
 

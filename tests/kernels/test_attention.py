@@ -18,8 +18,8 @@ LIMIT = 0.004
 
 
 def check(kernel, batch, seq, mask=None, q_gain=1.0, share_of_eager=0.5, schedule="lazy"):
-    """Runs on the suite's q, k, v and asserts the error: below LIMIT, and below a share of eager bf16's where that has
-    any."""
+    """Runs on the suite's q, k, v and asserts the error: below LIMIT, and below a share of eager bf16's where
+    that has any."""
     q, k, v = suite_qkv(batch, seq, kernel.heads, kernel.kv_heads, kernel.head_dim)
     q = (q.float() * q_gain).bfloat16()
     out, report = run(kernel, q, k, v, mask, schedule)
@@ -59,8 +59,8 @@ def test_no_cap_small_caps_and_large_ones(softcap, mask):
 @pytest.mark.parametrize("softcap", [50.0, 5.0])
 @pytest.mark.parametrize("q_gain", [3.0, 8.0, 40.0])
 def test_saturated_logits(q_gain, softcap, tuning):
-    """Scores near and far beyond the cap, where tanh is taken on the special-function unit. (A cap of 5 is a bf16 number,
-    which eager's saturated logits hit exactly.)"""
+    """Scores near and far beyond the cap, where tanh is taken on the special-function unit. (A cap of 5 is a
+    bf16 number, which eager's saturated logits hit exactly.)"""
     kernel = Attention(2, 1, 128, SCALE, softcap, "none", tuning=tuning)
     check(kernel, 1, 512, q_gain=q_gain, share_of_eager=0.5 if softcap == 50.0 else 1.0)
 
@@ -88,7 +88,8 @@ def key_rows(seq, pattern, head_dim=128):
 
 
 PATTERNS = {
-    # Logits, in turn: within the range of the first polynomial, then beyond its upper end in the second half of a tile.
+    # Logits, in turn: within the range of the first polynomial, then beyond its upper end in the second half
+    # of a tile.
     "second half beyond": lambda j: 60.0 if j % 128 >= 64 else 3.0,
     "first half beyond": lambda j: 60.0 if j % 128 < 64 else 3.0,
     "between the ranges": lambda j: 45.0 if j % 7 == 0 else 0.0,
@@ -137,13 +138,16 @@ def test_fp32_masks_and_one_query_tile(name):
 @pytest.mark.parametrize("seq", [1, 128])
 def test_masks_at_short_lengths(seq):
     for name in ("causal", "random", "all masked"):
-        check(MaskedAttention(2, 1, 128, SCALE, 50.0), 1, seq, masks(seq)[name].bfloat16(), share_of_eager=1.0)
+        mask = masks(seq)[name].bfloat16()
+        check(MaskedAttention(2, 1, 128, SCALE, 50.0), 1, seq, mask, share_of_eager=1.0)
 
 
 def test_more_key_tiles_than_are_scanned_at_once():
-    """Beyond 32 key tiles and 1024 columns, where a block of tile classes and a part of the row maxima end."""
+    """Beyond 32 key tiles and 1024 columns, where a block of tile classes and a part of the row maxima
+    end."""
     seq = 33 * 128 + 5
-    check(MaskedAttention(1, 1, 64, 0.125, 50.0), 1, seq, block_diagonal(seq).bfloat16(), share_of_eager=1.0)
+    mask = block_diagonal(seq).bfloat16()
+    check(MaskedAttention(1, 1, 64, 0.125, 50.0), 1, seq, mask, share_of_eager=1.0)
 
 
 def test_a_mask_tensor_gives_the_same_bits_as_causal():
@@ -194,7 +198,8 @@ def test_a_nan_stays_in_its_row():
 def test_results_are_bit_identical_across_schedules(kernel):
     mask = masks(293)["random causal"].bfloat16() if kernel.mask == "tensor" else None
     q, k, v = suite_qkv(2, 293, kernel.heads, kernel.kv_heads, kernel.head_dim)
-    results = [bits(run(kernel, q, k, v, mask, s)[0]) for s in ("lazy", "eager", "random:1", "random:2", "random:3")]
+    schedules = ("lazy", "eager", "random:1", "random:2", "random:3")
+    results = [bits(run(kernel, q, k, v, mask, schedule)[0]) for schedule in schedules]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -202,8 +207,8 @@ def test_results_are_bit_identical_across_schedules(kernel):
 
 
 def interior_tile(q_gain, **kwargs):
-    """Executions a 128x128 interior tile by opcode, over all warps: what eight tiles more take, at as many CTAs a tile
-    row and as many first tiles."""
+    """Executions a 128x128 interior tile by opcode, over all warps: what eight tiles more take, at as many
+    CTAs a tile row and as many first tiles."""
     counts = []
     for seq in (256, 512):
         q, k, v = suite_qkv(1, seq, 1, 1, 128)
@@ -216,7 +221,8 @@ def interior_tile(q_gain, **kwargs):
 def totals(counts):
     """(instructions besides register moves, special-function operations a logit)."""
     instructions = sum(n for op, n in counts.items() if not op.startswith("mov"))
-    special = sum(n for op, n in counts.items() if op.split(".")[0] in ("ex2", "tanh", "rcp", "rsqrt", "lg2", "sqrt"))
+    on_mufu = ("ex2", "tanh", "rcp", "rsqrt", "lg2", "sqrt")
+    special = sum(n for op, n in counts.items() if op.split(".")[0] in on_mufu)
     return instructions, special * 32 / 128**2
 
 
@@ -279,7 +285,12 @@ OTHERS = [
 COMPILED += [pytest.param(kernel, marks=pytest.mark.slow) for kernel in OTHERS]
 
 
-@pytest.mark.parametrize("kernel", COMPILED, ids=lambda k: f"{k.mask}-{k.head_dim}-{k.softcap}-{k.window}-{k.tuning.query_tiles}")
+def describe(kernel):
+    tiles = kernel.tuning.query_tiles
+    return f"{kernel.mask}-{kernel.head_dim}-{kernel.softcap}-{kernel.window}-{tiles}"
+
+
+@pytest.mark.parametrize("kernel", COMPILED, ids=describe)
 def test_no_stack_no_local_memory_and_tensor_cores_used(kernel):
     (report,) = jit.inspect(kernel, "sm_100a")
     assert report.stack_bytes == 0 and report.local_loads == 0 and report.local_stores == 0

@@ -7,7 +7,15 @@ import torch
 from attention_cases import LOWEST, TARGET, block_diagonal, causal, masks, scan
 
 from cute_gemma import jit
-from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL, MASK_TILE, MASKED_AT_OR_BELOW, MIXED, SCAN_COLUMNS
+from cute_gemma.kernels.common.mask import (
+    ALL_MASKED,
+    ALL_ZERO,
+    DIAGONAL,
+    MASK_TILE,
+    MASKED_AT_OR_BELOW,
+    MIXED,
+    SCAN_COLUMNS,
+)
 from cute_gemma.kernels.sm100.mask_scan import MaskScan
 
 
@@ -22,7 +30,7 @@ def expected_classes(mask):
     for b in range(batch):
         for i in range(tiles):
             for j in range(tiles):
-                cut = (b, slice(i * MASK_TILE, (i + 1) * MASK_TILE), slice(j * MASK_TILE, (j + 1) * MASK_TILE))
+                cut = (b, *(slice(t * MASK_TILE, (t + 1) * MASK_TILE) for t in (i, j)))
                 if zero[cut].all():
                     classes[b, i, j] = ALL_ZERO
                 elif masked[cut].all():
@@ -54,12 +62,34 @@ def test_short_and_odd_lengths(seq):
         check(masks(seq)[name].bfloat16())
 
 
-def test_more_columns_than_one_maximum_covers():
-    check(block_diagonal(SCAN_COLUMNS + 3).bfloat16())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_more_columns_than_one_maximum_covers(dtype):
+    check(block_diagonal(SCAN_COLUMNS + 3).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_columns_off_the_diagonal(dtype):
+    """Rows from 1024 on see the first 1024 columns whole: there each kind of tile, and single entries that
+    differ."""
+    seq = SCAN_COLUMNS + 130
+    mask = torch.zeros(1, 1, seq, seq)
+    mask[..., SCAN_COLUMNS:, :128] = LOWEST
+    mask[..., SCAN_COLUMNS:, 128:256] = -math.inf
+    mask[..., SCAN_COLUMNS:, 256:384] = -0.0
+    mask[..., SCAN_COLUMNS:, 384:512] = -3.5
+    mask[..., SCAN_COLUMNS + 7, 600] = 2.0
+    mask[..., SCAN_COLUMNS + 129, 200] = 0.0
+    mask[..., SCAN_COLUMNS + 50, :] = LOWEST
+    check(mask.to(dtype))
+    mask[..., SCAN_COLUMNS + 60, 700] = math.nan
+    row_max, classes = scan(mask.to(dtype))
+    assert classes[0, 8, 5] == MIXED
+    assert row_max[0, 0].isnan().nonzero().tolist() == [[SCAN_COLUMNS + 60]]
 
 
 def test_a_single_entry_changes_the_class_of_its_tile_alone():
-    for row, column, value in ((0, 0, 1.0), (130, 3, LOWEST), (200, 255, 0.0), (255, 255, -0.25), (3, 200, 0.0)):
+    changes = ((0, 0, 1.0), (130, 3, LOWEST), (200, 255, 0.0), (255, 255, -0.25), (3, 200, 0.0))
+    for row, column, value in changes:
         mask = causal(256)
         mask[0, 0, row, column] = value
         check(mask.bfloat16())
@@ -71,7 +101,8 @@ def test_a_single_entry_changes_the_class_of_its_tile_alone():
 
 def test_the_boundary_of_masked_and_negative_zero():
     below = torch.nextafter(torch.tensor(MASKED_AT_OR_BELOW), torch.tensor(0.0))
-    for value, kind in ((MASKED_AT_OR_BELOW, ALL_MASKED), (-math.inf, ALL_MASKED), (below.item(), MIXED), (-0.0, ALL_ZERO)):
+    classes_of = {MASKED_AT_OR_BELOW: ALL_MASKED, -math.inf: ALL_MASKED, below.item(): MIXED, -0.0: ALL_ZERO}
+    for value, kind in classes_of.items():
         _, classes = scan(torch.full((1, 1, 130, 130), value))
         assert (classes == kind).all()
 

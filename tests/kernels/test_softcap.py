@@ -1,4 +1,5 @@
-"""The fitted polynomials of the softcapped exponential: as good as they are said to be, and what the levels rely on."""
+"""The fitted polynomials of the softcapped exponential: as good as they are said to be, and what the levels
+rely on."""
 
 import math
 
@@ -65,7 +66,8 @@ def test_scaled_coefficients_give_the_capped_logit(cap, fit):
         exponent = sum(a * s ** (2 * k + 1) for k, a in enumerate(softcap.coefficients(fit)))
         capped = cap * math.tanh(s * 0.0884 / cap)
         assert abs(exponent * math.log(2) - capped) <= 1.001 * cap * TANH_ERROR
-    assert softcap.exponent_limit(fit) == pytest.approx(math.log2(math.e) * cap * math.tanh(fit.range), rel=1e-4)
+    end = math.log2(math.e) * cap * math.tanh(fit.range)
+    assert softcap.exponent_limit(fit) == pytest.approx(end, rel=1e-4)
 
 
 @pytest.mark.parametrize("cap", [1.0, 50.0, 60.0])

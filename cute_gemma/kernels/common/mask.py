@@ -9,7 +9,22 @@ SCAN_COLUMNS = 1024
 # Classes of a tile, one byte each. A tile reads as the first of these that holds for all of its entries.
 ALL_ZERO = 0  # adds nothing
 ALL_MASKED = 1  # every entry <= MASKED_AT_OR_BELOW: the tile is skipped
-DIAGONAL = 2  # 0 where the key does not come after the query, masked elsewhere: known without reading the mask
+DIAGONAL = 2  # 0 up to the diagonal, masked beyond: known without reading the mask
 MIXED = 3  # anything else: attention reads the entries
 
 __all__ = ["ALL_MASKED", "ALL_ZERO", "DIAGONAL", "MASKED_AT_OR_BELOW", "MASK_TILE", "MIXED", "SCAN_COLUMNS"]
+
+
+def warp_max(value: Float32) -> Float32:
+    """The warp's largest value in every lane, NaN if any is NaN.
+
+    Ordered as integers, since sm_90a has no redux.f32 (PTX ISA, redux.sync: target sm_100a).
+    """
+    bits = cute.arch.fmax(value, value, nan=True).bitcast(Int32)  # a NaN of either sign becomes the largest integer
+    largest = cute.arch.warp_redux_sync(_order(bits), "max")
+    return _order(largest).bitcast(Float32)
+
+
+def _order(bits: Int32) -> Int32:
+    """fp32 bits to integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

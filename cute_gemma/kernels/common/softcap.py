@@ -1,7 +1,7 @@
 """The softcapped exponential 2^(log2e * cap * tanh(s * scale / cap)) on pairs of fp32 scores in one thread.
 
-A cap bounds every logit, so softmax needs no running maximum: the shift of a row is known before its first score.
-tanh comes in two forms:
+A cap bounds every logit, so softmax needs no running maximum: the shift of a row is known before its first
+score. tanh comes in two forms:
   * an odd polynomial in packed FMAs, of a degree that the range of |s * scale / cap| asks for (TANH_FITS);
   * `tanh.approx`, for any score, at one special-function (MUFU) operation more per score.
 Some exponentials of the first form can move from the MUFU pipe to the FMA pipe as well.
@@ -18,10 +18,10 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 LOG2_E = math.log2(math.e)
 
-# tanh(x) ~ x * (c0 + c1 x^2 + ...) on |x| <= range: minimax of the absolute error, by Lawson's reweighted least squares
-# (tests/kernels/test_softcap.py repeats the fits). TANH_ERROR bounds the error of both: at a cap of 50, 0.16% of a weight,
-# below what rounding the weight to bf16 may cost (2^-9 = 0.2%). Both polynomials increase everywhere, so that a weight
-# tells whether its score was in range.
+# tanh(x) ~ x * (c0 + c1 x^2 + ...) on |x| <= range: minimax of the absolute error, by Lawson's reweighted
+# least squares (tests/kernels/test_softcap.py repeats the fits). TANH_ERROR bounds the error of both: at a
+# cap of 50, 0.16% of a weight, below what rounding the weight to bf16 may cost (2^-9 = 0.2%). Both
+# polynomials increase everywhere, so that a weight tells whether its score was in range.
 TANH_ERROR = 3.2e-5
 
 
@@ -41,15 +41,16 @@ TANH_FITS = (
     TanhFit(1.3, (0.999764768, -0.330229939, 0.121556102, -0.0343934088, 0.00490874178)),
 )
 
-# 2^f ~ e0 + e1 f + e2 f^2 + e3 f^3 on |f| <= 1/2: minimax of the relative error by the same method. EXP2_ERROR is its
-# largest error, a twenty-fifth of what rounding a weight to bf16 may cost (2^-9).
+# 2^f ~ e0 + e1 f + e2 f^2 + e3 f^3 on |f| <= 1/2: minimax of the relative error by the same method.
+# EXP2_ERROR is its largest error, a twenty-fifth of what rounding a weight to bf16 may cost (2^-9).
 EXP2_ERROR = 7.48e-5
 EXP2_COEFFICIENTS = (0.99992807, 0.693260987, 0.242611174, 0.0551716899)
 # 1.5 * 2^23: the sum with |y| < 2^22 holds round(y), in two's complement, in its low mantissa bits.
 ROUND_MAGIC = 12582912.0
 # Exponents this far from zero stay normal numbers, so that adding to the exponent field is exact.
 EXP2_EXPONENT_LIMIT = 125.0
-# The largest cap whose weights, down to exp(-cap) against a row's exp(+cap), and sums of them are normal fp32 numbers.
+# The largest cap whose weights, down to exp(-cap) against a row's exp(+cap), and sums of them are normal fp32
+# numbers.
 FIXED_SHIFT_CAP = 60.0
 
 Pair = tuple[Float32, Float32]
@@ -75,7 +76,8 @@ class Softcap:
         return LOG2_E * self.cap * fit(fit.range)
 
     def score_limit_on_fma(self, fit: TanhFit) -> float:
-        """Largest |s| that `exp2_capped_on_fma` may see: its exponent, right or wrong, stays within the normal range."""
+        """Largest |s| that `exp2_capped_on_fma` may see: its exponent, right or wrong, stays within the
+        normal range."""
         x = 0.0
         while LOG2_E * self.cap * fit(x + 0.01) < EXP2_EXPONENT_LIMIT:
             x += 0.01
@@ -134,8 +136,9 @@ def capped_tanh(s: Pair, softcap: Softcap) -> Pair:
 
 @dsl_user_op
 def _scale_by_exponent(mantissa: Float32, shifted: Float32, *, loc=None, ip=None) -> Float32:
-    """mantissa * 2^n for shifted = ROUND_MAGIC + n: (bits of shifted) * 2^23 leaves n alone in the exponent field, since
-    ROUND_MAGIC's own bits overflow. One multiply-add, which the assembler turns into a shifted add."""
+    """mantissa * 2^n for shifted = ROUND_MAGIC + n: (bits of shifted) * 2^23 leaves n alone in the exponent
+    field, since ROUND_MAGIC's own bits overflow. One multiply-add, which the assembler turns into a shifted
+    add."""
     bits = llvm.inline_asm(
         T.i32(),
         [shifted.bitcast(Int32).ir_value(loc=loc, ip=ip), mantissa.bitcast(Int32).ir_value(loc=loc, ip=ip)],

@@ -9,8 +9,9 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 @dsl_user_op
 def _asm(result, operands, text, constraints, *, loc=None, ip=None):
     values = [x.ir_value(loc=loc, ip=ip) for x in operands]
+    att = llvm.AsmDialect.AD_ATT
     return llvm.inline_asm(
-        result, values, text, constraints, has_side_effects=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip
+        result, values, text, constraints, has_side_effects=False, asm_dialect=att, loc=loc, ip=ip
     )
 
 
@@ -19,13 +20,19 @@ def max3(a: Float32, b: Float32, c: Float32) -> Float32:
     return Float32(_asm(T.f32(), (a, b, c), "max.f32 $0, $1, $2, $3;", "=f,f,f,f"))
 
 
+def max3_nan(a: Float32, b: Float32, c: Float32) -> Float32:
+    """The largest of three, NaN if one is."""
+    return Float32(_asm(T.f32(), (a, b, c), "max.NaN.f32 $0, $1, $2, $3;", "=f,f,f,f"))
+
+
 def abs_max3(a: Float32, b: Float32, c: Float32) -> Float32:
     """The largest magnitude of three; one instruction from sm_100 on (PTX ISA, max.abs)."""
     return Float32(_asm(T.f32(), (a, b, c), "max.abs.f32 $0, $1, $2, $3;", "=f,f,f,f"))
 
 
 def reduce3(op, values: list[Float32], start: Float32) -> Float32:
-    """Two values an instruction, in two independent chains that hide the latency. `values`: an even number, four up."""
+    """Two values an instruction, in two independent chains that hide the latency. `values`: an even number,
+    four up."""
     a, b = start, start
     for i in range(0, len(values) - 2, 4):
         a = op(a, values[i], values[i + 1])

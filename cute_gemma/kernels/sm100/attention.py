@@ -2,13 +2,13 @@
 
 q (B, S, H, D), k and v (B, S, KV, D), out (B, S, H, D), all bf16; query head h reads kv head h // (H / KV).
 
-A CTA owns one or two 128-row query tiles of one head and walks over 128-row key tiles. Warp roles, in the order data
-meets them:
+A CTA owns one or two 128-row query tiles of one head and walks over 128-row key tiles. Warp roles, in the
+order data meets them:
   load     one warp: q, k and v tiles by TMA into 128-byte-swizzled shared memory
   mma      one warp: S_g = q k^T and O += P_g v, all accumulators in TMEM
   softmax  two warpgroups g = 0, 1: S_g to P_g in registers, one row a thread; then O to global memory
-P_g overwrites S_g as bf16 and is the second product's A operand straight from TMEM. While one warpgroup computes its
-P, the tensor core works for the other:
+P_g overwrites S_g as bf16 and is the second product's A operand straight from TMEM. While one warpgroup
+computes its P, the tensor core works for the other:
   two query tiles  warpgroup g has query tile g, every key tile, and an O of its own (head_dim <= 128);
   one query tile   the warpgroups take key tiles in turn and add to one O of up to 256 TMEM columns.
 """
@@ -39,8 +39,8 @@ TILE = 128
 WARP = 32
 WARPGROUP = 128
 ALIGN = 1024  # bytes the 128-byte swizzle repeats after
-# Registers a thread. A kernel of 384 threads starts with 168 (65536 / 384, in eights); two warpgroups at 208 and one at
-# 88 take as many.
+# Registers a thread. A kernel of 384 threads starts with 168 (65536 / 384, in eights); two warpgroups at 208
+# and one at 88 take as many.
 SOFTMAX_REGISTERS = 208
 OTHER_REGISTERS = 88
 SCAN_BLOCK = 32  # tile classes a warp reads at once
@@ -51,10 +51,11 @@ class AttentionTuning:
     """What may change without changing what is computed.
 
     query_tiles: 128-row query tiles a CTA owns, 1 or 2.
-    kv_stages: 32 KB stages of keys and values in flight.
-    fma_exp2_pairs: of the 64 pairs of weights a thread computes a tile, how many take the FMA pipe for 2^x where scores
-        are small.
-    mufu_tanh_pairs: how many take the MUFU pipe for tanh where scores are larger, for the sake of fewer instructions.
+    kv_stages: stages of keys and values in flight, 128 x 128 elements each (128 x 64 at head_dim 64).
+    fma_exp2_pairs: of the 64 pairs of weights a thread computes a tile, how many take the FMA pipe for 2^x
+        where scores are small.
+    mufu_tanh_pairs: how many take the MUFU pipe for tanh where scores are larger, which needs fewer
+        instructions.
     """
 
     query_tiles: int = 2
@@ -64,18 +65,18 @@ class AttentionTuning:
 
 
 def default_tuning(head_dim: int) -> AttentionTuning:
-    """Two query tiles where two O of head_dim columns fit in TMEM beside two S: each key tile is then read from shared
-    memory for 256 rows."""
+    """Two query tiles where two O of head_dim columns fit in TMEM beside two S: each key tile is then read
+    from shared memory for 256 rows."""
     return AttentionTuning(query_tiles=2 if head_dim <= 128 else 1)
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """First mbarrier of each kind. A plain record of pointers: the tracer takes a method call on a value for a change of
-    it, so that the storage struct itself cannot be read within a loop.
+    """First mbarrier of each kind. A plain record of pointers: the tracer takes a method call on a value for
+    a change of it, so that the storage struct itself cannot be read within a loop.
 
-    q_full, o_full: one a query tile; kv_full, kv_empty: one a stage; s_full, max_full: one a warpgroup; p_full: one a
-    warpgroup and part of P; o_done, done: one.
+    q_full, o_full: one a query tile; kv_full, kv_empty: one a stage; s_full, max_full: one a warpgroup;
+    p_full: one a warpgroup and part of P; o_done, done: one.
     """
 
     q_full: cute.Pointer
@@ -91,8 +92,8 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Work:
-    """A CTA's share: query tiles from `tile` on, of one head and batch, over sequences of s rows, `tiles` tiles long.
-    classes: None, or this batch's mask classes (query tile, key tile)."""
+    """A CTA's share: query tiles from `tile` on, of one head and batch, over sequences of s rows, `tiles`
+    tiles long. classes: None, or this batch's mask classes (query tile, key tile)."""
 
     tile: Int32
     head: Int32
@@ -104,9 +105,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Attention:
-    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the logits, None for
-    none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a row reads itself and the
-    window - 1 keys before it; None for all before it. tuning: None for `default_tuning`."""
+    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the
+    logits, None for none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a
+    row reads itself and the window - 1 keys before it; None for all before it. tuning: None for
+    `default_tuning`."""
 
     heads: int
     kv_heads: int
@@ -129,11 +131,13 @@ class Attention:
         if self.mask not in ("causal", "none", "tensor"):
             raise ValueError(f'mask: got {self.mask!r}, want "causal", "none" or "tensor"')
         if self.window is not None and (self.mask != "causal" or self.window < 1):
-            raise ValueError(f'window: got {self.window} with mask {self.mask!r}, want at least 1, with "causal"')
+            got = f"{self.window} with mask {self.mask!r}"
+            raise ValueError(f'window: got {got}, want at least 1, with "causal"')
         if self.tuning is None:
             object.__setattr__(self, "tuning", default_tuning(self.head_dim))
         if self.head_dim > 128 and self.tuning.query_tiles != 1:
-            raise ValueError(f"query_tiles: got {self.tuning.query_tiles}, want 1 for head_dim {self.head_dim}")
+            got = self.tuning.query_tiles
+            raise ValueError(f"query_tiles: got {got}, want 1 for head_dim {self.head_dim}")
 
     def signature(self) -> Signature:
         """q, k, v, out; every batch and length shares one compilation."""
@@ -146,7 +150,7 @@ class Attention:
             TensorArg("out", "bf16", q),
         )
 
-    # ---- sizes -------------------------------------------------------------------------------------------------------
+    # ---- sizes ---------------------------------------------------------------------------------------------
 
     @property
     def fixed_shift(self) -> bool:
@@ -168,8 +172,8 @@ class Attention:
 
     @property
     def threads(self) -> int:
-        """Three whole warpgroups, since setmaxnreg takes effect by the warpgroup; the last two warps only take part in
-        that."""
+        """Three whole warpgroups, since setmaxnreg takes effect by the warpgroup; the last two warps only
+        take part in that."""
         return (GROUPS + 1) * WARPGROUP
 
     @property
@@ -184,7 +188,8 @@ class Attention:
 
     @property
     def p_parts(self) -> int:
-        """Parts of P handed to the MMA warp on their own, so that the product starts before the last weight is known."""
+        """Parts of P handed to the MMA warp on their own, so that the product starts before the last weight
+        is known."""
         return 2
 
     @property
@@ -205,10 +210,12 @@ class Attention:
         """First TMEM column of the O that warpgroup g writes."""
         return GROUPS * TILE + g * self.o_columns
 
-    # ---- host entry --------------------------------------------------------------------------------------------------
+    # ---- host entry ----------------------------------------------------------------------------------------
 
     @cute.jit
-    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream
+    ):
         self.launch(q, k, v, out, None, stream)
 
     def launch(self, q, k, v, out, mask, stream):
@@ -218,13 +225,14 @@ class Attention:
         load, store = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE), cpasync.CopyBulkTensorTileS2GOp()
         cluster = (1, 1, 1, 1)
         q_one, k_one, v_one = (cute.select(layout, mode=[0, 1, 2]) for layout in layouts[:3])
+        o_one = cute.select(layouts[3], mode=[0, 1])
         qk_tile, pv_tile = self._mma_tiles()
         part = (TILE, TILE, qk_tile[2] // self.kv_parts)
         tma = (
             cute.nvgpu.make_tiled_tma_atom_A(load, _rows(q), q_one, qk_tile, qk_mma, cluster),
             cute.nvgpu.make_tiled_tma_atom_B(load, _rows(k), k_one, part, qk_mma, cluster),
             cute.nvgpu.make_tiled_tma_atom_B(load, _columns(v), v_one, pv_tile, pv_mma, cluster),
-            cpasync.make_tiled_tma_atom(store, _rows(out), cute.select(layouts[3], mode=[0, 1]), (WARP, self.o_columns)),
+            cpasync.make_tiled_tma_atom(store, _rows(out), o_one, (WARP, self.o_columns)),
         )
         b, s = Int32(q.shape[0]), Int32(q.shape[1])
         grid = (self.heads, b, cute.ceil_div(s, TILE * self.tuning.query_tiles))
@@ -237,7 +245,8 @@ class Attention:
         return (TILE, TILE, self.head_dim), (TILE, self.head_dim, TILE // self.kv_parts)
 
     def _smem_layouts(self):
-        """q (MMA, M, K, query tile), k and v (MMA, N, K, stage), and out, staged by warp: (32, columns, warp)."""
+        """q (MMA, M, K, query tile), k and v (MMA, N, K, stage), and out, staged by warp: (32, columns,
+        warp)."""
         qk_mma, pv_mma = tiled_mmas(self.head_dim)
         qk_tile, pv_tile = self._mma_tiles()
         stages = self.tuning.kv_stages
@@ -255,7 +264,8 @@ class Attention:
     def _storage(self):
         tiles, stages = self.tuning.query_tiles, self.tuning.kv_stages
         part = TILE * self.head_dim // self.kv_parts
-        # A row's sum in each warpgroup; where there is one, the memory that mask entries are turned in is free by then.
+        # A row's sum in each warpgroup; where there is one, the memory that mask entries are turned in is
+        # free by then.
         exchange_words = GROUPS * TILE * (softmax.BIAS_PITCH if self.mask == "tensor" else 1)
         maxima_words = GROUPS * TILE if self.chained else 1
 
@@ -278,7 +288,7 @@ class Attention:
 
         return Storage
 
-    # ---- device entry ------------------------------------------------------------------------------------------------
+    # ---- device entry --------------------------------------------------------------------------------------
 
     @cute.kernel
     def kernel(self, atoms: tuple, tensors: tuple, mask: tuple | None, s: Int32):
@@ -326,11 +336,12 @@ class Attention:
             cute.arch.mbarrier_init(bars.done, self.mma_warp)
         cute.arch.mbarrier_init_fence()
 
-    # ---- which key tiles ---------------------------------------------------------------------------------------------
+    # ---- which key tiles -----------------------------------------------------------------------------------
 
     def _work(self, mask, s):
-        """This CTA's share. Blocks start in order of x, y, z: heads first, so that those that share a kv head run together
-        and find k and v in L2; the longest query tiles before short ones, so that these fill the last wave."""
+        """This CTA's share. Blocks start in order of x, y, z: heads first, so that those that share a kv head
+        run together and find k and v in L2; the longest query tiles before short ones, so that these fill the
+        last wave."""
         head, batch, z = cute.arch.block_idx()
         tile = (cute.arch.grid_dim()[2] - 1 - z) * self.tuning.query_tiles
         tiles = cute.ceil_div(s, TILE)
@@ -338,15 +349,16 @@ class Attention:
         if self.mask == "tensor":
             # A mask shared by all batches has one set of classes.
             base = cutlass.min(batch, Int32(mask[2].shape[0]) - 1) * tiles * tiles
-            classes = cute.make_tensor(mask[2].iterator + base, cute.make_layout((tiles, tiles), stride=(tiles, 1)))
+            layout = cute.make_layout((tiles, tiles), stride=(tiles, 1))
+            classes = cute.make_tensor(mask[2].iterator + base, layout)
         return Work(tile, head, batch, s, tiles, classes)
 
     @cute.jit
     def walk(self, visit, state, work, only=None):
-        """Calls state = visit(state, j, kind_of) for each key tile j that some query tile of the CTA reads, or that query
-        tile `only` of it does; last first: a causal diagonal, which is slow but gives sums for softmax to go by, comes
-        at the start. kind_of(i): the mask class of the tile for query tile i of the CTA, ALL_MASKED where that does not
-        read it."""
+        """Calls state = visit(state, j, kind_of) for each key tile j that some query tile of the CTA reads,
+        or that query tile `only` of it does; last first: a causal diagonal, which is slow but gives sums for
+        softmax to go by, comes at the start. kind_of(i): the mask class of the tile for query tile i of the
+        CTA, ALL_MASKED where that does not read it."""
         if cutlass.const_expr(self.mask == "tensor"):
             blocks = cute.ceil_div(work.tiles, SCAN_BLOCK)
             for i in cutlass.range(blocks, unroll=1):
@@ -395,8 +407,8 @@ class Attention:
         return cutlass.select_(reads, kind, Int32(ALL_MASKED))
 
     def _scan(self, work, block, only):
-        """Classes of 32 key tiles, one a lane, for each query tile (or for `only`); and a bit for each key tile that some
-        of them reads."""
+        """Classes of 32 key tiles, one a lane, for each query tile (or for `only`); and a bit for each key
+        tile that some of them reads."""
         j = block * SCAN_BLOCK + cute.arch.lane_idx()
         classes = []
         reads = Boolean(False)
@@ -409,7 +421,7 @@ class Attention:
             reads = reads | Boolean(kind != ALL_MASKED)
         return classes, Int32(cute.arch.vote_ballot_sync(reads))
 
-    # ---- softmax warpgroups ------------------------------------------------------------------------------------------
+    # ---- softmax warpgroups --------------------------------------------------------------------------------
 
     @cute.jit
     def _softmax(self, bars, sO, scratch, tmem, out, mask, work):
@@ -460,11 +472,16 @@ class Attention:
             return None
         mine, theirs = group, GROUPS - 1 - group
         return softmax.MaximumChain(
-            maxima + mine * TILE, maxima + theirs * TILE, bars.max_full + mine, bars.max_full + theirs, bars.o_done
+            mine=maxima + mine * TILE,
+            theirs=maxima + theirs * TILE,
+            mine_full=bars.max_full + mine,
+            theirs_full=bars.max_full + theirs,
+            o_done=bars.o_done,
         )
 
     def _combine(self, scratch, rows, maximum, total):
-        """The row's denominator from the sums of both warpgroups, brought to the larger of their maxima: O's."""
+        """The row's denominator from the sums of both warpgroups, brought to the larger of their maxima:
+        O's."""
         sums, maxima = (cute.make_tensor(x, cute.make_layout((TILE, GROUPS))) for x in scratch)
         # Both warpgroups are past reading mask entries and what the chain passed on.
         cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
@@ -498,12 +515,14 @@ class Attention:
         if self.fixed_shift:
             level, sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source[0], (level, sum0, sum1))
         else:
-            maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, count, (maximum, sum0, sum1))
+            row = (maximum, sum0, sum1)
+            maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, count, row)
         return level, maximum, sum0, sum1
 
     @cute.jit
     def _mask_source(self, mask, scratch, row, warp, work):
-        """Minus the row's largest mask entry, and where mixed tiles find their entries: (this batch's mask, scratch)."""
+        """Minus the row's largest mask entry, and where mixed tiles find their entries: (this batch's mask,
+        scratch)."""
         entries, maxima, _ = mask
         s = work.s
         batch = cutlass.min(work.batch, Int32(entries.shape[0]) - 1)
@@ -558,8 +577,8 @@ def _columns(t):
 
 def _reorder(t, order):
     shape, stride = ([x[i] for i in order] for x in (t.shape, t.stride))
-    layout = cute.make_layout((shape[0], shape[1], tuple(shape[2:])), stride=(stride[0], stride[1], tuple(stride[2:])))
-    return cute.make_tensor(t.iterator, layout)
+    shape, stride = ((*x[:2], tuple(x[2:])) for x in (shape, stride))
+    return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=stride))
 
 
 def _class_of(classes, lane, i):

@@ -1,8 +1,8 @@
 """The load warp and the MMA warp of the attention kernel.
 
-Keys and values share one ring of stages. The load warp fills it in the order the MMA warp empties it: the keys of a tile,
-then the values of the tile `lag` before it. The MMA warp's products execute in order, so S_g may overwrite P_g once
-P_g v has been issued.
+Keys and values share one ring of stages. The load warp fills it in the order the MMA warp empties it: the
+keys of a tile, then the values of the tile `lag` before it. The MMA warp's products execute in order, so S_g
+may overwrite P_g once P_g v has been issued.
 """
 
 from functools import partial
@@ -28,8 +28,9 @@ def tiled_mmas(head_dim: int):
     """Tiled MMAs of S = q k^T (both K-major) and O = P v (P from TMEM, v as it lies: N-major)."""
     k_major, one = OperandMajorMode.K, tcgen05.CtaGroup.ONE
     qk = sm100_utils.make_trivial_tiled_mma(BFloat16, BFloat16, k_major, k_major, Float32, one, (TILE, TILE))
+    n_major, from_tmem = OperandMajorMode.MN, tcgen05.OperandSource.TMEM
     pv = sm100_utils.make_trivial_tiled_mma(
-        BFloat16, BFloat16, k_major, OperandMajorMode.MN, Float32, one, (TILE, head_dim), tcgen05.OperandSource.TMEM
+        BFloat16, BFloat16, k_major, n_major, Float32, one, (TILE, head_dim), from_tmem
     )
     return qk, pv
 
@@ -41,7 +42,7 @@ def next_stage(kernel, ring):
     return cutlass.select_(wrap, Int32(0), slot + 1), phase ^ Int32(wrap)
 
 
-# ---- load warp -------------------------------------------------------------------------------------------------------
+# ---- load warp ---------------------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -96,12 +97,14 @@ def _load_part(kernel, bars, source, ring, index):
     atom, gmem, smem = source
     slot, phase = ring
     cute.arch.mbarrier_wait(bars.kv_empty + slot, phase)
-    _load_box(atom, gmem[index], smem[None, slot], bars.kv_full + slot, TILE * kernel.head_dim // kernel.kv_parts)
+    elements = TILE * kernel.head_dim // kernel.kv_parts
+    _load_box(atom, gmem[index], smem[None, slot], bars.kv_full + slot, elements)
     return next_stage(kernel, ring)
 
 
 def _load_box(atom, source, target, barrier, elements):
-    """TMA load that completes on `barrier`; rows beyond the sequence arrive as zeros and count as bytes too."""
+    """TMA load that completes on `barrier`; rows beyond the sequence arrive as zeros and count as bytes
+    too."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(barrier, elements * BFloat16.width // 8)
     cute.copy(atom, source, target, tma_bar_ptr=barrier)
@@ -114,14 +117,15 @@ def _tma_parts(atom, smem, gmem):
     )
 
 
-# ---- MMA warp --------------------------------------------------------------------------------------------------------
+# ---- MMA warp ----------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def mma_role(kernel, bars, smem, tmem, work):
     """All products of the CTA, then the end of its TMEM. One elected thread waits and issues."""
     if cutlass.const_expr(kernel.mask == "tensor"):
-        cute.arch.griddepcontrol_wait()  # the walk reads the tile classes, which the mask scan may still be writing
+        # The walk reads the tile classes, which the mask scan may still be writing.
+        cute.arch.griddepcontrol_wait()
     if cutlass.const_expr(kernel.tuning.query_tiles == 2):
         visit = partial(_visit_two_tiles, kernel, bars, smem, tmem)
         state = kernel.walk(visit, (Int32(0),) * 6, work)
@@ -133,7 +137,8 @@ def mma_role(kernel, bars, smem, tmem, work):
                 if counts[g] > 0:
                     tcgen05.commit(bars.o_full + g)
     else:
-        slot, phase, count = kernel.walk(partial(_visit_one_tile, kernel, bars, smem, tmem), (Int32(0),) * 3, work)
+        visit = partial(_visit_one_tile, kernel, bars, smem, tmem)
+        slot, phase, count = kernel.walk(visit, (Int32(0),) * 3, work)
         ring = (slot, phase)
         after = _skip(kernel, ring, kernel.kv_parts)
         with cute.arch.elect_one():
@@ -150,8 +155,8 @@ def mma_role(kernel, bars, smem, tmem, work):
 
 @cute.jit
 def _visit_two_tiles(kernel, bars, smem, tmem, state, j, kind_of):
-    """For each query tile g: O_g += P_g v of the tile before, then S_g = q_g k^T of this one.
-    state: stage and parity; for each g, whether the last tile's P_g waits for its values; for each g, scores issued."""
+    """For each query tile g: O_g += P_g v of the tile before, then S_g = q_g k^T of this one. state: stage
+    and parity; for each g, whether the last tile's P_g waits for its values; for each g, scores issued."""
     ring = (state[0], state[1])
     pending, counts = (state[2], state[3]), (state[4], state[5])
     started = counts[0] + counts[1] > 0
@@ -246,13 +251,15 @@ def _accumulate(kernel, bars, smem, tmem, ring, g, index):
 
 
 def _descriptor(fragment):
-    """Shared-memory matrix descriptor of one K block of an operand (PTX ISA, tcgen05 shared memory descriptor)."""
+    """Shared-memory matrix descriptor of one K block of an operand (PTX ISA, tcgen05 shared memory
+    descriptor)."""
     return tcgen05.smem_descriptor_to_int(fragment.iterator)
 
 
 def _instruction(n: int, b_is_n_major: bool) -> int:
-    """Instruction descriptor of a bf16 product of M = 128 with fp32 accumulators (PTX ISA, tcgen05 instruction
-    descriptor, .kind::f16): D fp32 in bits 4-5, A and B bf16 in 7-9 and 10-12, B's major in 16, N / 8, M / 16."""
+    """Instruction descriptor of a bf16 product of M = 128 with fp32 accumulators (PTX ISA, tcgen05
+    instruction descriptor, .kind::f16): D fp32 in bits 4-5, A and B bf16 in 7-9 and 10-12, B's major in 16, N
+    / 8, M / 16."""
     return 1 << 4 | 1 << 7 | 1 << 10 | int(b_is_n_major) << 16 | (n >> 3) << 17 | (TILE >> 4) << 24
 
 

@@ -1,13 +1,13 @@
 """A softmax warpgroup of the attention kernel: scores in TMEM to weights in TMEM, then O to global memory.
 
-One thread owns one query row: its 128 scores of a tile lie in 128 TMEM columns of its lane, so that maxima and sums need
-no exchange between threads. Two ways to shift the exponent:
-  * fixed (a cap bounds the logits): p = 2^(log2e * (cap * tanh(s * scale / cap) + mask - m)), m the row's largest mask
-    entry. Nothing is ever rescaled.
-  * running maximum (no cap, or one too large for fp32): O is rescaled in TMEM, but only where the maximum grew by more
-    than RESCALE_AT, so rarely.
-The denominator sums weights before they are rounded to bf16, but the rounded ones in a tile that may leave a row few
-keys.
+One thread owns one query row: its 128 scores of a tile lie in 128 TMEM columns of its lane, so that maxima
+and sums need no exchange between threads. Two ways to shift the exponent:
+  * fixed (a cap bounds the logits): p = 2^(log2e * (cap * tanh(s * scale / cap) + mask - m)), m the row's
+    largest mask entry. Nothing is ever rescaled.
+  * running maximum (no cap, or one too large for fp32): O is rescaled in TMEM, but only where the maximum
+    grew by more than RESCALE_AT, so rarely.
+The denominator sums weights before they are rounded to bf16, but the rounded ones in a tile that may leave a
+row few keys.
 """
 
 from dataclasses import dataclass
@@ -30,16 +30,18 @@ CHUNK = 32
 CHUNKS = TILE // CHUNK
 # A weight this far below its row's sum, as a power of 2, is lost in it, even a million times over.
 NEGLIGIBLE = 30
-# A polynomial is of use where it reaches this base-2 exponent within its range: then ordinary sums of weights, from 2^-10
-# to 2^40, say that scores were in range.
+# A polynomial is of use where it reaches this base-2 exponent within its range: then ordinary sums of
+# weights, from 2^-10 to 2^40, say that scores were in range.
 LEAST_EXPONENT = NEGLIGIBLE + 10
-# What a tile's sum stays below the limit, as a power of 2, for the next tile to count as in range: retries are dear.
+# What a tile's sum stays below the limit, as a power of 2, for the next tile to count as in range: retries
+# are dear.
 MARGIN = 4
 TOP_LEVEL = len(sc.TANH_FITS)
 P_COLUMNS = TILE // 2  # two bf16 weights a TMEM column
 # A warp's 32 mask rows of a chunk in shared memory: the odd pitch spreads a column over all 32 banks.
 BIAS_PITCH = CHUNK + 1
-# Growth of the running maximum, in base-2 exponents, that O is rescaled at: until then weights stay below 2^8.
+# Growth of the running maximum, in base-2 exponents, that O is rescaled at: until then weights stay below
+# 2^8.
 RESCALE_AT = 8.0
 
 
@@ -47,9 +49,10 @@ RESCALE_AT = 8.0
 class Rows:
     """What a softmax thread works on.
 
-    group: its warpgroup; thread, lane, warp: its place in the group; tile: its query tile; row: its query row in the
-    sequence; s: sequence length; scores, accumulator, output: TMEM of S_g, of O, and of the part of O it writes; minus_max: minus the row's largest mask entry;
-    plain: that is 0 in every row of the warp; s_full, p_full: the group's barriers.
+    group: its warpgroup; thread, lane, warp: its place in the group; tile: its query tile; row: its query row
+    in the sequence; s: sequence length; scores, accumulator, output: TMEM of S_g, of O, and of the part of O
+    it writes; minus_max: minus the row's largest mask entry; plain: that is 0 in every row of the warp;
+    s_full, p_full: the group's barriers.
     """
 
     group: Int32
@@ -80,7 +83,8 @@ def tmem_load(rows: Rows, pointer, columns: int, dtype=Float32):
 
 
 def tmem_store(rows: Rows, values: list, pointer, dtype=Float32):
-    """Values to as many TMEM columns of this thread's lane; the caller waits with `fence_view_async_tmem_store`."""
+    """Values to as many TMEM columns of this thread's lane; the caller waits with
+    `fence_view_async_tmem_store`."""
     columns = len(values)
     tiled, tensor = _tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(columns)), pointer, columns, dtype)
     thr = tiled.get_slice(rows.thread)
@@ -115,17 +119,18 @@ def arrive(rows, barrier):
         cute.arch.mbarrier_arrive(barrier)
 
 
-# ---- fixed shift -----------------------------------------------------------------------------------------------------
+# ---- fixed shift -------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def capped_tile(kernel, rows: Rows, j, kind, bias_source, state):
-    """Weights of key tile j under a fixed shift; `kind` is its mask class. state: the warp's level and the row's two
-    partial sums.
+    """Weights of key tile j under a fixed shift; `kind` is its mask class. state: the warp's level and the
+    row's two partial sums.
 
-    The level says how tanh is computed: 0 and 1 by polynomials for narrow and wider ranges, 2 on the MUFU pipe. Whether
-    the scores were in range shows in the weights' sums, so next to nothing is spent on looking at the scores: what was
-    not in range is done again at level 2, and the next tile starts at the level that these sums ask for.
+    The level says how tanh is computed: 0 and 1 by polynomials for narrow and wider ranges, 2 on the MUFU
+    pipe. Whether the scores were in range shows in the weights' sums, so next to nothing is spent on looking
+    at the scores: what was not in range is done again at level 2, and the next tile starts at the level that
+    these sums ask for.
     """
     level, sum0, sum1 = state
     done, part0, part1, look = Int32(0), Float32(0.0), Float32(0.0), Boolean(True)
@@ -149,24 +154,25 @@ def capped_tile(kernel, rows: Rows, j, kind, bias_source, state):
 def _level_for(kernel, tile_sum, row_sum):
     """The lowest level whose polynomial would have been good for the warp's scores in this tile.
 
-    The polynomial increases, so a sum below its value at the end of the range says that no score was beyond. A score
-    beyond the other end has a weight below 2^-limit whichever way tanh is computed, and that is lost in the row's sum
-    once that is 2^NEGLIGIBLE times as large; the row's sum only grows.
+    The polynomial increases, so a sum below its value at the end of the range says that no score was beyond.
+    A score beyond the other end has a weight below 2^-limit whichever way tanh is computed, and that is lost
+    in the row's sum once that is 2^NEGLIGIBLE times as large; the row's sum only grows.
     """
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
     level = Int32(TOP_LEVEL)
     for i in reversed(range(len(sc.TANH_FITS))):
         limit = softcap.exponent_limit(sc.TANH_FITS[i])
         if limit >= LEAST_EXPONENT:
-            good = Boolean(tile_sum <= 2.0 ** (limit - MARGIN)) & Boolean(row_sum >= 2.0 ** (NEGLIGIBLE - limit))
+            good = Boolean(tile_sum <= 2.0 ** (limit - MARGIN))
+            good = good & Boolean(row_sum >= 2.0 ** (NEGLIGIBLE - limit))
             level = cutlass.select_(cute.arch.vote_all_sync(good), Int32(i), level)
     return level
 
 
 @cute.jit
 def _by_polynomial(kernel, rows, level: cutlass.Constexpr):
-    """P by polynomial tanh from 128 scores in registers, handed over part by part while in range. Returns how many
-    chunks of P that was, and their two partial sums."""
+    """P by polynomial tanh from 128 scores in registers, handed over part by part while in range. Returns how
+    many chunks of P that was, and their two partial sums."""
     limit = 2.0 ** sc.Softcap(kernel.scale, kernel.softcap).exponent_limit(sc.TANH_FITS[level])
     pairs = _pairs(tmem_load(rows, rows.scores, TILE))
     done, sum0, sum1 = Int32(0), Float32(0.0), Float32(0.0)
@@ -183,8 +189,8 @@ def _by_polynomial(kernel, rows, level: cutlass.Constexpr):
 
 
 def _polynomial_part(kernel, pairs, level, part):
-    """Half a row's weights: their two partial sums, the weights as packed bf16, and whether all exponentials taken on
-    the FMA pipe were within its range."""
+    """Half a row's weights: their two partial sums, the weights as packed bf16, and whether all exponentials
+    taken on the FMA pipe were within its range."""
     softcap, fit = sc.Softcap(kernel.scale, kernel.softcap), sc.TANH_FITS[level]
     half = len(pairs) // 2
     total, packed, on_fma = None, [], []
@@ -205,7 +211,8 @@ def _polynomial_part(kernel, pairs, level, part):
 
 
 def _is_picked(i: int, share: int) -> bool:
-    """Whether pair i of a row's 64 is among `share` evenly spread ones: spread, so that the pipes work side by side."""
+    """Whether pair i of a row's 64 is among `share` evenly spread ones: spread, so that the pipes work side
+    by side."""
     return (i + 1) * share // P_COLUMNS > i * share // P_COLUMNS
 
 
@@ -222,7 +229,8 @@ def _wide_chunks(kernel, rows, first, sums):
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
     for chunk in cutlass.range(first, CHUNKS, unroll=1):
         scores = tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK)
-        sums = _finish_chunk(rows, chunk, [sc.exp2_capped_wide(s, softcap) for s in _pairs(scores)], sums, False)
+        weights = [sc.exp2_capped_wide(s, softcap) for s in _pairs(scores)]
+        sums = _finish_chunk(rows, chunk, weights, sums, False)
         if chunk % 2 == 1:
             arrive(rows, rows.p_full + chunk // 2)
     return sums
@@ -254,8 +262,8 @@ def _capped_biased(kernel, rows, j, kind, bias_source):
 
 
 def _finish_chunk(rows, chunk, weights, total, sum_rounded):
-    """Stores a chunk's weights as bf16, over scores of chunks already read, and adds them to the row's sums: after
-    rounding where rows may have few keys, so that a lone key weighs exactly 1."""
+    """Stores a chunk's weights as bf16, over scores of chunks already read, and adds them to the row's sums:
+    after rounding where rows may have few keys, so that a lone key weighs exactly 1."""
     packed = [pack_bf16(*p) for p in weights]
     for p, bits in zip(weights, packed):
         total = cute.arch.add_packed_f32x2(total, unpack_bf16(bits) if sum_rounded else p)
@@ -269,13 +277,13 @@ def _arrive_all(kernel, rows):
         arrive(rows, rows.p_full + part)
 
 
-# ---- masks -----------------------------------------------------------------------------------------------------------
+# ---- masks -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Keys of a tile, counted from its first, that positions allow: first .. last for this row, and for the warp's rows
-    together. first is None without a window."""
+    """Keys of a tile, counted from its first, that positions allow: first .. last for this row, and for the
+    warp's rows together. first is None without a window."""
 
     first: Int32 | None
     last: Int32
@@ -284,8 +292,8 @@ class KeyRange:
 
 
 def key_range(kernel, rows, j, kind) -> KeyRange:
-    """Keys up to the sequence's end; in a tile that is not ALL_ZERO by position, also up to the diagonal and from the
-    start of the window on."""
+    """Keys up to the sequence's end; in a tile that is not ALL_ZERO by position, also up to the diagonal and
+    from the start of the window on."""
     end = rows.s - 1 - j * TILE
     row, warp_row = rows.row - j * TILE, rows.tile * TILE + rows.warp * WARP - j * TILE
     last = warp_last = end
@@ -332,8 +340,9 @@ def _positional_bias(rows, chunk, keys, bias):
 
 
 def read_bias(rows, j, chunk, source, bias):
-    """Mask entries of a mixed tile: read along rows, 32 neighbours at a time, and turned in shared memory, where each
-    thread takes its own row. Entries beyond the sequence are clamped to its end and then masked."""
+    """Mask entries of a mixed tile: read along rows, 32 neighbours at a time, and turned in shared memory,
+    where each thread takes its own row. Entries beyond the sequence are clamped to its end and then
+    masked."""
     mask, scratch = source
     key = j * TILE + chunk * CHUNK + rows.lane
     first_row = rows.tile * TILE + rows.warp * WARP
@@ -354,16 +363,16 @@ def read_bias(rows, j, chunk, source, bias):
     cute.arch.sync_warp()
 
 
-# ---- running maximum -------------------------------------------------------------------------------------------------
+# ---- running maximum ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MaximumChain:
-    """How two warpgroups that add to one O agree on its maximum: each takes it over from the other's last tile and
-    passes it on. A row's thread has the same place in both.
+    """How two warpgroups that add to one O agree on its maximum: each takes it over from the other's last
+    tile and passes it on. A row's thread has the same place in both.
 
-    mine, theirs: the rows' maxima in shared memory, and mine_full, theirs_full the barriers that say they are there;
-    o_done: completes with each product added to O.
+    mine, theirs: the rows' maxima in shared memory, and mine_full, theirs_full the barriers that say they are
+    there; o_done: completes with each product added to O.
     """
 
     mine: cute.Pointer
@@ -375,9 +384,9 @@ class MaximumChain:
 
 @cute.jit
 def online_tile(kernel, rows: Rows, j, kind, source, count, state):
-    """Weights of key tile j under a running maximum. source: (mask to read, maximum chain), None where there is none;
-    count: tiles of the query tile before this one; state: the maximum (base-2 exponent) this thread's two partial sums
-    refer to, and these. Returns the state."""
+    """Weights of key tile j under a running maximum. source: (mask to read, maximum chain), None where there
+    is none; count: tiles of the query tile before this one; state: the maximum (base-2 exponent) this
+    thread's two partial sums refer to, and these. Returns the state."""
     maximum, sum0, sum1 = state
     bias_source, chain = source
     slope = Float32(kernel.scale * sc.LOG2_E)
@@ -457,13 +466,14 @@ def _logits_in_place(kernel, rows, j, kind, bias_source):
 
 @cute.jit
 def _rescale_output(kernel, rows, factor):
-    """O *= factor in TMEM, once its last product is complete: with a query tile of its own, the scores that the warpgroup
-    has waited for were committed after that."""
+    """O *= factor in TMEM, once its last product is complete: with a query tile of its own, the scores that
+    the warpgroup has waited for were committed after that."""
     # Few columns at once: the row's 128 scores are in registers as well.
     step = 16
     for chunk in cutlass.range(kernel.head_dim // step, unroll=1):
         pointer = rows.accumulator + chunk * step
-        scaled = [cute.arch.mul_packed_f32x2(o, (factor, factor)) for o in _pairs(tmem_load(rows, pointer, step))]
+        output = _pairs(tmem_load(rows, pointer, step))
+        scaled = [cute.arch.mul_packed_f32x2(o, (factor, factor)) for o in output]
         tmem_store(rows, [v for pair in scaled for v in pair], pointer)
         cute.arch.fence_view_async_tmem_store()
 
@@ -473,15 +483,16 @@ def _scaled_output(rows, column, factor, packed):
         packed[c] = pack_bf16(*cute.arch.mul_packed_f32x2(o, (factor, factor)))
 
 
-# ---- epilogue --------------------------------------------------------------------------------------------------------
+# ---- epilogue ----------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def write_output(kernel, rows: Rows, sO, out, coordinate, ready, denominator, started):
-    """O / denominator as bf16 through shared memory, one TMA store a warp; zeros where the row attended to nothing.
+    """O / denominator as bf16 through shared memory, one TMA store a warp; zeros where the row attended to
+    nothing.
 
-    sO: (32, columns, warp); out: TMA atom and (S, D, (H, B)) tensor; coordinate: (block of columns, head, batch);
-    ready: the query tile's q_full and o_full. TMA clips the rows beyond the sequence.
+    sO: (32, columns, warp); out: TMA atom and (S, D, (H, B)) tensor; coordinate: (block of columns, head,
+    batch); ready: the query tile's q_full and o_full. TMA clips the rows beyond the sequence.
     """
     columns = kernel.o_columns
     warp = rows.group * (TILE // WARP) + rows.warp
@@ -496,7 +507,8 @@ def write_output(kernel, rows: Rows, sO, out, coordinate, ready, denominator, st
         cute.arch.mbarrier_wait(q_full, 0)
     for i in cutlass.range_constexpr(columns // CHUNK):
         rounded = cute.make_rmem_tensor((CHUNK,), BFloat16)
-        packed = cute.make_tensor(cute.recast_ptr(rounded.iterator, dtype=Int32), cute.make_layout(CHUNK // 2))
+        pairs = cute.make_layout(CHUNK // 2)
+        packed = cute.make_tensor(cute.recast_ptr(rounded.iterator, dtype=Int32), pairs)
         packed.fill(0)
         if started:
             _scaled_output(rows, i * CHUNK, inverse, packed)

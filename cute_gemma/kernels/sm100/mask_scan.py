@@ -1,11 +1,12 @@
 """Looks through an additive mask once, so that attention reads only the tiles it must.
 
 mask (B or 1, 1, S, S) bf16 or fp32 ->
-  classes (B or 1, T, T) u8, T = ceil(S / 128): what each 128x128 tile holds, as kernels.common.mask numbers it;
-  row_max (B or 1, C, S) fp32, C = ceil(S / 1024): each row's largest entry among 1024 columns, -inf where all are masked.
+  classes (B or 1, T, T) u8, T = ceil(S / 128): what each 128x128 tile holds, as kernels.common.mask says;
+  row_max (B or 1, C, S) fp32, C = ceil(S / 1024): each row's largest entry among 1024 columns, -inf where
+    all are masked.
 
-A CTA takes 128 rows by 1024 columns: eight tiles. A warp takes every eighth row and reads along it, so that rows may
-start at any element (odd S leaves them unaligned).
+A CTA takes 128 rows by 1024 columns: eight tiles. A warp takes every eighth row and reads along it, so that
+rows may start at any element (odd S leaves them unaligned).
 """
 
 from dataclasses import dataclass
@@ -25,11 +26,17 @@ from cute_gemma.kernels.common.mask import (
     MASKED_AT_OR_BELOW,
     MIXED,
     SCAN_COLUMNS,
+    warp_max,
 )
+from cute_gemma.kernels.common.softmax import max3_nan
 
 WARP = 32
 WARPS = 8
 TILES = SCAN_COLUMNS // MASK_TILE
+# A warp's findings are KINDS words with a bit for each tile: an entry was not 0, was not masked, was not what
+# the diagonal pattern wants.
+KINDS = 3
+ALL_TILES = (1 << TILES) - 1
 
 
 @dataclass(frozen=True)
@@ -60,22 +67,21 @@ class MaskScan:
 
         @cute.struct
         class Storage:
-            flags: cute.struct.MemRange[Int32, WARPS * 3]
+            flags: cute.struct.MemRange[Int32, WARPS * KINDS]
 
-        flags = SmemAllocator().allocate(Storage).flags.get_tensor(cute.make_layout((3, WARPS)))
+        flags = SmemAllocator().allocate(Storage).flags.get_tensor(cute.make_layout((KINDS, WARPS)))
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunk, tile, batch = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
-        found = (Int32(0), Int32(0), Int32(0))
-        for i in cutlass.range(MASK_TILE // WARPS, unroll=1):
-            row = tile * MASK_TILE + i * WARPS + warp
-            if row < s:
-                entries = mask_entries(mask, (Int64(batch) * s + row) * s, cute.make_layout(s))
-                largest, found = _scan_row(entries, row, chunk, tile, s, found)
-                if lane == 0:
-                    row_max[batch, chunk, row] = largest
+        # Neither the sequence's end nor the diagonal lies among these columns.
+        found = (Int32(0),) * KINDS
+        whole = Boolean((chunk + 1) * SCAN_COLUMNS <= s) & Boolean(tile // TILES != chunk)
+        if whole:
+            found = _scan_whole(mask, row_max, (chunk, tile, batch), s)
+        else:
+            found = _scan_any(mask, row_max, (chunk, tile, batch), s)
         cute.arch.griddepcontrol_launch_dependents()
-        for k in cutlass.range_constexpr(3):
+        for k in cutlass.range_constexpr(KINDS):
             merged = cute.arch.warp_redux_sync(found[k], "or")
             if lane == 0:
                 flags[k, warp] = merged
@@ -86,9 +92,71 @@ class MaskScan:
 
 
 @cute.jit
-def _scan_row(entries, row, chunk, tile, s, found):
-    """One row of the eight tiles. found: for each tile a bit that says an entry was not 0, was not masked, was not what
-    the diagonal pattern wants; columns beyond the sequence say nothing. Returns the row's largest entry as well."""
+def _scan_whole(mask, row_max, block, s):
+    """Columns that lie within the sequence and off the diagonal: a bitwise or and a maximum tell all."""
+    chunk, tile, batch = block
+    lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    bits = [Int32(0)] * TILES
+    largest = [Float32(-Float32.inf)] * TILES
+    for i in cutlass.range(MASK_TILE // WARPS, unroll=1):
+        row = tile * MASK_TILE + i * WARPS + warp
+        if row < s:
+            start = (Int64(batch) * s + row) * s + chunk * SCAN_COLUMNS + lane
+            layout = cute.make_layout((MASK_TILE // WARP, TILES), stride=(WARP, MASK_TILE))
+            entries = mask_entries(mask, start, layout)
+            bits, largest, of_row = _merge_row(entries, bits, largest)
+            of_row = warp_max(of_row)
+            if lane == 0:
+                row_max[batch, chunk, row] = _unless_masked(of_row)
+    not_zero, not_masked = Int32(0), Int32(0)
+    for t in cutlass.range_constexpr(TILES):
+        # Shifting the sign out makes -0 zero.
+        not_zero = not_zero | cutlass.select_((bits[t] << 1) != 0, Int32(1 << t), Int32(0))
+        masked = Boolean(largest[t] <= MASKED_AT_OR_BELOW)
+        not_masked = not_masked | cutlass.select_(masked, Int32(0), Int32(1 << t))
+    return not_zero, not_masked, Int32(ALL_TILES)
+
+
+def _merge_row(entries, bits, largest):
+    """A row's entries of the eight tiles, four a lane, joined to those of the rows before; and their
+    largest."""
+    of_row = Float32(-Float32.inf)
+    bits, largest = list(bits), list(largest)
+    for t in range(TILES):
+        a, b, c, d = (entry_value(entries[i, t]) for i in range(MASK_TILE // WARP))
+        joined = [x.bitcast(Int32) for x in (a, b, c, d)]
+        bits[t] = bits[t] | joined[0] | joined[1] | joined[2] | joined[3]
+        of_tile = max3_nan(max3_nan(a, b, c), d, d)
+        largest[t] = cute.arch.fmax(largest[t], of_tile, nan=True)
+        of_row = cute.arch.fmax(of_row, of_tile, nan=True)
+    return bits, largest, of_row
+
+
+def _unless_masked(value):
+    return cutlass.select_(value <= MASKED_AT_OR_BELOW, Float32(-Float32.inf), value)
+
+
+@cute.jit
+def _scan_any(mask, row_max, block, s):
+    """Columns that may reach beyond the sequence or hold the diagonal: every entry is looked at on its
+    own."""
+    chunk, tile, batch = block
+    lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    found = (Int32(0), Int32(0), Int32(0))
+    for i in cutlass.range(MASK_TILE // WARPS, unroll=1):
+        row = tile * MASK_TILE + i * WARPS + warp
+        if row < s:
+            entries = mask_entries(mask, (Int64(batch) * s + row) * s, cute.make_layout(s))
+            largest, found = _scan_row(entries, row, chunk, s, found)
+            if lane == 0:
+                row_max[batch, chunk, row] = _unless_masked(largest)
+    return found
+
+
+@cute.jit
+def _scan_row(entries, row, chunk, s, found):
+    """One row of the eight tiles; columns beyond the sequence say nothing. Returns its largest entry and what
+    was found."""
     lane = cute.arch.lane_idx()
     not_zero, not_masked, not_diagonal = found
     largest = Float32(-Float32.inf)
@@ -105,14 +173,16 @@ def _scan_row(entries, row, chunk, tile, s, found):
             not_zero = not_zero | cutlass.select_(inside & ~zero, bit, Int32(0))
             not_masked = not_masked | cutlass.select_(inside & ~masked, bit, Int32(0))
             not_diagonal = not_diagonal | cutlass.select_(inside & wrong, bit, Int32(0))
-            largest = cute.arch.fmax(largest, cutlass.select_(inside & ~masked, value, Float32(-Float32.inf)), nan=True)
-    return cute.arch.warp_redux_sync(largest, "fmax", nan=True), (not_zero, not_masked, not_diagonal)
+            candidate = cutlass.select_(inside, value, Float32(-Float32.inf))
+            largest = cute.arch.fmax(largest, candidate, nan=True)
+    largest = warp_max(largest)
+    return largest, (not_zero, not_masked, not_diagonal)
 
 
 def _classify(flags, bit, on_diagonal):
     """The class of tile `bit` from all warps' flags."""
-    merged = [flags[k, 0] for k in range(3)]
-    for k in range(3):
+    merged = [flags[k, 0] for k in range(KINDS)]
+    for k in range(KINDS):
         for w in range(1, WARPS):
             merged[k] = merged[k] | flags[k, w]
     not_zero, not_masked, not_diagonal = ((m >> bit) & 1 for m in merged)
@@ -125,7 +195,9 @@ def _classify(flags, bit, on_diagonal):
 def mask_entries(mask, offset, layout):
     """A view of the mask from element `offset` on; bf16 as bare bits, for `entry_value`."""
     start = mask.iterator + offset
-    return cute.make_tensor(start if mask.element_type is Float32 else cute.recast_ptr(start, dtype=Uint16), layout)
+    if mask.element_type is not Float32:
+        start = cute.recast_ptr(start, dtype=Uint16)
+    return cute.make_tensor(start, layout)
 
 
 def entry_value(entry) -> Float32:
