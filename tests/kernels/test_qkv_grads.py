@@ -134,9 +134,12 @@ def test_stream_k_splits_tiles_and_leaves_its_counters_at_zero(tile_m, cluster_m
     ],
 )
 def test_other_layers(hidden, heads, kv_heads, head_dim, batch, seq):
-    problem = Problem(QkvGradients(hidden, heads, kv_heads, head_dim, GemmTuning(256, 128)), batch, seq)
+    kernel = QkvGradients(hidden, heads, kv_heads, head_dim, GemmTuning(256, 128))
+    problem = Problem(kernel, batch, seq)
     problem.run()
     problem.check()
+    (report,) = jit.inspect(kernel, TARGET)
+    assert (report.stack_bytes, report.local_loads, report.local_stores) == (0, 0, 0)
 
 
 def test_few_workers_take_many_tiles():
