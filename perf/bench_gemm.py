@@ -2,9 +2,10 @@
 
     python perf/bench_gemm.py [--check] [--time] [--json FILE]
 
-Without options both. Each time is the median over replays of a CUDA graph of back-to-back launches on random data, the
-contestants' replays interleaved; the launches of a graph take turns on sets of tensors that together exceed the L2 cache.
-"error" is the relative Frobenius norm of the difference to float64 products, for q and k after the norm and RoPE.
+Without options both. Each time is the median over replays of a CUDA graph of back-to-back launches on random
+data, the contestants' replays interleaved; the launches of a graph take turns on sets of tensors that
+together exceed the L2 cache. "error" is the relative Frobenius norm of the difference to float64 products,
+for q and k after the norm and RoPE.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from multiprocessing import get_context
 import torch
 
 from cute_gemma import jit
-from cute_gemma.kernels.sm100.norm_backward import NormBackward, NormBackwardTuning
+from cute_gemma.kernels.sm100.norm_backward import NormBackward
 from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
 from cute_gemma.kernels.sm90.tuning import GemmTuning
+from cute_gemma.workloads import suite_cases
 
 TARGET = "sm_90a"
 HIDDEN, HEADS, KV_HEADS = 3072, 24, 8
@@ -58,7 +60,9 @@ class Output:
 
     @staticmethod
     def kernel(rows, tuning=None):
-        return out_proj.OutputProjection(HIDDEN, HIDDEN, tuning or out_proj.default_tuning(rows, HIDDEN, HIDDEN))
+        return out_proj.OutputProjection(
+            HIDDEN, HIDDEN, tuning or out_proj.default_tuning(rows, HIDDEN, HIDDEN)
+        )
 
     def launches(self, kernel):
         return [(kernel, (self.x, self.weight, self.out, *workspace(kernel)))]
@@ -90,7 +94,9 @@ class QKV:
         self.weights = self.weight.split([HEADS * d, KV_HEADS * d, KV_HEADS * d])
         self.cos, self.sin = draw(self.rows, d), draw(self.rows, d)
         self.norms = [draw(d, scale=0.3) for _ in range(2)]
-        self.outs = [torch.full((self.rows, w.shape[0]), float("nan"), device="cuda").bfloat16() for w in self.weights]
+        self.outs = [
+            torch.full((self.rows, w.shape[0]), float("nan"), device="cuda").bfloat16() for w in self.weights
+        ]
         self.product = self.x.new_empty(self.rows, self.weight.shape[0])
 
     @staticmethod
@@ -162,7 +168,14 @@ class Backward:
             for i in range(2)
         ]  # fmt: skip
         products = (
-            *self.grads, self.incoming[2], self.hidden, *self.weights, self.partials, *self.outs, *workspace(kernel))
+            *self.grads,
+            self.incoming[2],
+            self.hidden,
+            *self.weights,
+            self.partials,
+            *self.outs,
+            *workspace(kernel),
+        )
         first = [] if self.products_only else [(NormBackward(d, NORM), (*sides[0], *sides[1], self.partials))]
         return [*first, (kernel, products)]
 
@@ -193,7 +206,7 @@ class Backward:
     bytes = property(lambda self: 2 * (self.rows * (2 * 640 + 10 * 256) + 2 * self.weight.numel()))
 
 
-NORM = NormBackwardTuning(ctas=132)
+NORM = qkv_grads.NORM_TUNING
 
 
 def Products(size):
@@ -272,53 +285,75 @@ def compare(kind, rows, tunings, rounds=15):
         functions[("default " if tuning is None else "") + describe(kernel.tuning)] = (ours, count)
     times = time_all(functions, rounds)
     for name, us in times.items():
-        print(f"{kind.__name__:8} {str(rows):>10} {name:28} {us:8.2f} us  x library {us / times['library']:.3f} "
-              f"{problems[0].flops / us / 1e6:7.1f} TFLOP/s {problems[0].bytes / us / 1e6:6.2f} TB/s", flush=True)  # fmt: skip
+        rates = f"{problems[0].flops / us / 1e6:7.1f} TFLOP/s {problems[0].bytes / us / 1e6:6.2f} TB/s"
+        ratio = f"{us:8.2f} us  x library {us / times['library']:.3f}"
+        print(f"{kind.__name__:8} {str(rows):>10} {name:28} {ratio} {rates}", flush=True)
     return {"kind": kind.__name__, "rows": rows, "us": times}
 
 
 def describe(tuning):
     marks = f"{' c2' if tuning.cluster_m == 2 else ''}{' sk' if tuning.stream_k else ''}"
     marks += f" share{tuning.share}" if tuning.share > 1 else ""
-    return f"{tuning.tile_m}x{tuning.tile_n}{marks} g{tuning.group_m}" + (f" s{tuning.stages}" if tuning.stages else "")
+    return f"{tuning.tile_m}x{tuning.tile_n}{marks} g{tuning.group_m}" + (
+        f" s{tuning.stages}" if tuning.stages else ""
+    )
 
 
 T = GemmTuning
-CHECKS = [
-    (Output, 131, T(128, 64)), (Output, 1000, T(256, 128)),
-    (Output, 300, T(128, 256, cluster_m=2)), (Output, 128, T(128, 64, share=2)), 
-    (Output, 2048, T(128, 256, share=2)), (Output, 1024, T(128, 192)),
-    (Output, 128, T(128, 128, stream_k=True)), (Output, 586, T(128, 256, stream_k=True)),
-    (Output, 1000, T(128, 256, cluster_m=2, stream_k=True)), (Output, 4000, None),
-    (QKV, 1, T(128, 128)), (QKV, 300, T(128, 256, cluster_m=2)), (QKV, 128, T(128, 128, share=2)),
-    (QKV, 2048, T(128, 256, share=2)), (QKV, 1024, T(128, 128, share=2)),
-    (QKV, 128, T(128, 128, stream_k=True)), (QKV, 586, T(128, 256, stream_k=True)), (QKV, 3557, None),
-    (Backward, (1, 131), None), (Backward, (4, 373), None), (Backward, (1, 4096), None), (Backward, (64, 128), None),
-    (Backward, (2, 128), T(128, 128, stream_k=True)), (Backward, (3, 613), T(256, 128, cluster_m=2)),
-    (Backward, (3, 613), T(256, 128, stream_k=True)), (Backward, (16, 541), T(128, 256, cluster_m=2, stream_k=True)),
-]  # fmt: skip
 S = {"stream_k": True}
+C = {"cluster_m": 2}
+# Kind, rows, tuning (None: the default).
+CHECKS = [
+    (Output, 131, T(128, 64)),
+    (Output, 1000, T(256, 128)),
+    (Output, 300, T(128, 256, **C)),
+    (Output, 128, T(128, 64, share=2)),
+    (Output, 2048, T(128, 256, share=2)),
+    (Output, 1024, T(128, 192)),
+    (Output, 128, T(128, 128, **S)),
+    (Output, 586, T(128, 256, **S)),
+    (Output, 1000, T(128, 256, **C, **S)),
+    (Output, 4000, None),
+    (QKV, 1, T(128, 128)),
+    (QKV, 300, T(128, 256, **C)),
+    (QKV, 128, T(128, 128, share=2)),
+    (QKV, 2048, T(128, 256, share=2)),
+    (QKV, 1024, T(128, 128, share=2)),
+    (QKV, 128, T(128, 128, **S)),
+    (QKV, 586, T(128, 256, **S)),
+    (QKV, 3557, None),
+    (Backward, (1, 131), None),
+    (Backward, (4, 373), None),
+    (Backward, (1, 4096), None),
+    (Backward, (64, 128), None),
+    (Backward, (2, 128), T(128, 128, **S)),
+    (Backward, (3, 613), T(256, 128, **C)),
+    (Backward, (3, 613), T(256, 128, **S)),
+    (Backward, (16, 541), T(128, 256, **C, **S)),
+]
+# Kind, rows, tunings beside the default.
 TIMES = [
-    (QKV, 8192, [T(128, 256, cluster_m=2)]),
-    (QKV, 3557, [T(128, 256, cluster_m=2), T(128, 256, share=2)]),
-    (QKV, 2048, [T(128, 256, share=2), T(128, 256, cluster_m=2, **S), T(128, 128)]),
-    (QKV, 1024, [T(128, 256, share=2), T(128, 128, share=2), T(128, 256, cluster_m=2, **S)]),
-    (QKV, 586, [T(128, 256), T(128, 256, **S), T(128, 128)]),
-    (QKV, 512, [T(128, 256), T(128, 256, **S), T(128, 128)]),
-    (QKV, 128, [T(128, 128, **S), T(128, 128, share=2)]),
-    (Output, 2048, [T(128, 256, cluster_m=2), T(128, 192), T(256, 128, cluster_m=2)]),
-    (Output, 1024, [T(128, 192), T(128, 256), T(128, 128, share=2)]),
-    (Output, 586, [T(128, 128), T(128, 128, **S), T(128, 128, cluster_m=2)]),
-    (Output, 512, [T(128, 128), T(128, 64)]),
-    (Output, 128, [T(128, 64), T(128, 64, share=2)]),
-    (Products, (1, 8192), [T(128, 128), T(128, 128, **S), T(256, 128, cluster_m=2, **S), T(256, 128, **S)]),
-    (Products, (1, 4096), [T(128, 128), T(128, 128, **S), T(128, 128, cluster_m=2), T(256, 128, **S)]),
-    (Products, (1, 2048), [T(128, 128), T(128, 128, **S)]),
-    (Products, (1, 1024), [T(128, 128), T(128, 128, **S)]),
-    (Products, (1, 131), [T(128, 128, **S), T(128, 64, **S)]),
-    *((Backward, size, [T(128, 128)]) for size in ((1, 8192), (16, 541), (1, 4096), (8, 256), (1, 1024), (4, 128))),
-    *((Backward, size, []) for size in ((2, 128), (1, 131))),
-]  # fmt: skip
+    (QKV, 8192, [T(128, 256, **C), T(128, 128, **C)]),
+    (QKV, 3557, [T(128, 256, **C, **S)]),
+    (QKV, 2048, [T(128, 256, **C, **S)]),
+    (QKV, 1024, [T(128, 256, share=2)]),
+    (QKV, 586, [T(128, 256, **S)]),
+    (QKV, 512, [T(128, 128), T(128, 256)]),
+    (QKV, 256, []),
+    (QKV, 128, [T(128, 128, **S)]),
+    (Output, 8192, [T(128, 256, **C)]),
+    (Output, 3557, [T(128, 256)]),
+    (Output, 2048, []),
+    (Output, 1024, []),
+    (Output, 586, [T(128, 128, **S)]),
+    (Output, 512, []),
+    (Output, 256, []),
+    (Output, 128, []),
+    (Products, (1, 8192), [T(128, 128, **S), T(256, 128, **C, **S)]),
+    (Products, (1, 4096), []),
+    (Products, (1, 1024), []),
+    *((Backward, (case.batch_size, case.seq_len), []) for case in suite_cases("051")),
+]
 
 
 def compile_all():

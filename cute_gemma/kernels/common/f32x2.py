@@ -1,5 +1,6 @@
-"""Arithmetic on pairs of fp32 values, rounded once per operation: one packed instruction where there is one (from
-sm_100 on), else two scalar ones with the same results. The .rn suffix keeps the compiler from contracting them.
+"""Arithmetic on pairs of fp32 values, rounded once per operation: one packed instruction where there is one
+(from sm_100 on), else two scalar ones with the same results. The .rn suffix keeps the compiler from
+contracting them.
 """
 
 from __future__ import annotations

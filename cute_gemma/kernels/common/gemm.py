@@ -1,4 +1,5 @@
-"""What the GEMMs of every architecture share: how operands are named, the TMA warp's loop, pieces of split tiles."""
+"""What the GEMMs of every architecture share: how operands are named, the TMA warp's loop, pieces of split
+tiles."""
 
 from __future__ import annotations
 
@@ -50,12 +51,17 @@ class TmaPartition:
     def load(self, stage, barrier, *coordinates):
         """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
         cute.copy(
-            self.atom, self.tiles[(None, *coordinates)], self.shared[(None, stage)],
-            tma_bar_ptr=barrier, mcast_mask=self.mask)
+            self.atom,
+            self.tiles[(None, *coordinates)],
+            self.shared[(None, stage)],
+            tma_bar_ptr=barrier,
+            mcast_mask=self.mask,
+        )
 
 
 class GemmBase:
-    """Base of the architectures' GEMMs. A subclass has `tuning`, `stage_count`, and `loads`: see `produce`."""
+    """Base of the architectures' GEMMs. A subclass has `tuning`, `stage_count`, and `loads`: see
+    `produce`."""
 
     tuning: Any
     stage_count: int
@@ -75,7 +81,8 @@ class GemmBase:
 
     @cute.jit
     def produce(self, stages, loads, schedule, worker):
-        """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency wait.
+        """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency
+        wait.
 
         loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit.
         """
@@ -113,7 +120,8 @@ class GemmBase:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of one split tile, as one warp exchanges them: its part of the tile, `words` fp32 values a thread.
+    """The pieces of one split tile, as one warp exchanges them: its part of the tile, `words` fp32 values a
+    thread.
 
     warp: this warp's number among the `warps` of the workers that share an accumulator.
     """
@@ -127,7 +135,8 @@ class Pieces:
     words: cutlass.Constexpr[int]
 
     def piece(self, worker):
-        """The calling thread's values in the piece of a worker, (4, words / 4): a warp touches 512 bytes at a time."""
+        """The calling thread's values in the piece of a worker, (4, words / 4): a warp touches 512 bytes at a
+        time."""
         slot = self.schedule.partial_slot(worker, self.unit.tile)
         block = (slot * self.warps + self.warp) * Int64(WARP * self.words)
         base = self.workspace.partials.iterator + block + cute.arch.lane_idx() * 4
@@ -158,7 +167,8 @@ class Pieces:
 
     @cute.jit
     def deliver(self):
-        """Count the calling warp's piece, which it has written, in; True for the warp that completes the count."""
+        """Count the calling warp's piece, which it has written, in; True for the warp that completes the
+        count."""
         cute.arch.sync_warp()
         arrived = Int32(0)
         if cute.arch.lane_idx() == 0:

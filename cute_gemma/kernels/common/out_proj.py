@@ -1,7 +1,7 @@
 """Output projection, what the architectures share: out[m, c] = bf16(sum_k attn[m, k] * wo[c, k]).
 
-Shapes: attn [M, H*D], wo [C, H*D], out [M, C], all bf16, row-major. Any M >= 1; C and H*D divisible by 8 (TMA needs
-rows of a multiple of 16 bytes). Tiles at the edges are clipped by TMA.
+Shapes: attn [M, H*D], wo [C, H*D], out [M, C], all bf16, row-major. Any M >= 1; C and H*D divisible by 8 (TMA
+needs rows of a multiple of 16 bytes). Tiles at the edges are clipped by TMA.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class OutputLoads:
 
 
 class OutputProjectionBase:
-    """To be mixed with an architecture's PersistentGemm in a frozen dataclass with fields hidden, features, tuning."""
+    """To be mixed with an architecture's PersistentGemm in a frozen dataclass with fields hidden, features,
+    tuning."""
 
     def __post_init__(self) -> None:
         for name in ("hidden", "features"):

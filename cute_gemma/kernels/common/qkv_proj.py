@@ -3,14 +3,15 @@
     q = rope(norm(x wq^T, q_norm)), k = rope(norm(x wk^T, k_norm)), v = x wv^T
 
 Shapes, all bf16 and row-major: x [M, C]; wq [H*D, C]; wk, wv [KV*D, C]; q_norm, k_norm [D]; cos, sin [M, D];
-q [M, H*D]; k, v [M, KV*D]. Any M >= 1, C divisible by 8, D 128 or 256. The maths and its roundings are those of
-norm_rope.py, applied to projections rounded to bf16; each row of each head is normalised by itself.
+q [M, H*D]; k, v [M, KV*D]. Any M >= 1, C divisible by 8, D 128 or 256. The maths and its roundings are those
+of norm_rope.py, applied to projections rounded to bf16; each row of each head is normalised by itself.
 
-The columns of q, k and v are one row of output tiles: the tile's number picks the weight and its TMA descriptor, so
-nothing is concatenated. A tile is one or two whole heads wide. Edges, and a last tile that is not full of heads, are
-clipped by TMA.
+The columns of q, k and v are one row of output tiles: the tile's number picks the weight and its TMA
+descriptor, so nothing is concatenated. A tile is one or two whole heads wide. Edges, and a last tile that is
+not full of heads, are clipped by TMA.
 
-With `save_for_backward` the kernel also writes what the backward needs, row by row because the rows of a tile may cross
+With `save_for_backward` the kernel also writes what the backward needs, row by row because the rows of a tile
+may cross
 a batch: q_rstd [B, H, S, 1], k_rstd [B, KV, S, 1] in fp32 and q_normed [B, H, S, D], k_normed [B, KV, S, D] =
 bf16(t * rstd).
 """
@@ -35,7 +36,8 @@ Q, K, V = 0, 1, 2
 class QKVTma:
     """What the device reads and writes. Triples are in order q, k, v, pairs in order q, k.
 
-    norms: the two norm weights, () without qk_norm. cos, sin: as the architecture reads them. saved: None, or a `Saved`.
+    norms: the two norm weights, () without qk_norm. cos, sin: as the architecture reads them. saved: None, or
+    a `Saved`.
     """
 
     x: Any
@@ -49,7 +51,8 @@ class QKVTma:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward needs, pairs in order q, k: normed [B, heads, S, D], rstd [B, heads, S, 1]; rows = B * S."""
+    """What the backward needs, pairs in order q, k: normed [B, heads, S, D], rstd [B, heads, S, 1]; rows = B
+    * S."""
 
     normed: tuple
     rstd: tuple
@@ -78,7 +81,8 @@ class SavedRow:
             for index in cutlass.range_constexpr(len(pairs)):
                 values[index] = pairs[index]
             pointer = cute.make_ptr(
-                Int32, self.normed + 4 * column, cute.AddressSpace.gmem, assumed_align=4 * len(pairs))
+                Int32, self.normed + 4 * column, cute.AddressSpace.gmem, assumed_align=4 * len(pairs)
+            )
             cute.make_tensor(pointer, cute.make_layout(len(pairs))).store(values.load())
 
 
@@ -109,8 +113,8 @@ class QKVProjectionBase:
     """To be mixed with an architecture's PersistentGemm in a frozen dataclass with these fields and `tuning`.
 
     hidden: C; heads: H; kv_heads: KV; head_dim: D. qk_norm: normalise q and k before RoPE. eps: of the norm.
-    save_for_backward: also write rstd and normed of q and k (needs qk_norm). Raises ValueError for sizes it does not
-    support.
+    save_for_backward: also write rstd and normed of q and k (needs qk_norm). Raises ValueError for sizes it
+    does not support.
     """
 
     def check(self) -> None:
@@ -164,7 +168,8 @@ class QKVProjectionBase:
         v: cute.Tensor,
         *rest,
     ):
-        """Host entry. rest: the arguments of `signature` from q_norm_weight on, as far as they are there; the stream."""
+        """Host entry. rest: the arguments of `signature` from q_norm_weight on, as far as they are there; the
+        stream."""
         norms = rest[:2] if cutlass.const_expr(self.qk_norm) else ()
         saved = None
         if cutlass.const_expr(self.save_for_backward):

@@ -1,8 +1,9 @@
 """A persistent schedule whose last round's tiles are shared by the CTAs of a cluster.
 
-With W workers, one a CTA, in G clusters of C: T tiles make T div W rounds of whole tiles. If the T mod W tiles left are no
-more than G, each goes to a cluster, whose CTAs sum up one part of its k blocks apiece and add the parts up through each
-other's shared memory; else they are one more round of whole tiles. Everybody's shared tile is the last of his units.
+With W workers, one a CTA, in G clusters of C: T tiles make T div W rounds of whole tiles. If the T mod W
+tiles left are no more than G, each goes to a cluster, whose CTAs sum up one part of its k blocks apiece and
+add the parts up through each other's shared memory; else they are one more round of whole tiles. Everybody's
+shared tile is the last of his units.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from cute_gemma.kernels.common.schedule import Section, TileSchedule, Unit, maxi
 
 @dataclass(frozen=True)
 class SharedRounds(TileSchedule):
-    """The device's view; built by `plan_shared`. split_tiles: how many, the last ones, clusters share; ctas: C."""
+    """The device's view; built by `plan_shared`. split_tiles: how many, the last ones, clusters share; ctas:
+    C."""
 
     ctas: cutlass.Constexpr[int]
 

@@ -1,9 +1,10 @@
 """Rows of a bf16 matrix from wgmma accumulators through shared memory by TMA, one warp by itself.
 
-A warp owns a few boxes of 16 rows x 64 bf16 columns. Its threads hold fragments of 8x8 elements as the tensor core left
-them (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"), which stmatrix puts in rows; the 128-byte swizzle
-keeps the 8 rows of a fragment out of each other's banks. A box travels as one TMA copy, which clips what lies beyond
-the tensor. No other warp is involved, so warp barriers are all the synchronisation.
+A warp owns a few boxes of 16 rows x 64 bf16 columns. Its threads hold fragments of 8x8 elements as the tensor
+core left them (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"), which stmatrix puts in rows; the
+128-byte swizzle keeps the 8 rows of a fragment out of each other's banks. A box travels as one TMA copy,
+which clips what lies beyond the tensor. No other warp is involved, so warp barriers are all the
+synchronisation.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def box_layout(count: int):
 def box_tma(op, tensor):
     """(atom, coordinate tensor) that moves single boxes of a row-major (M, N) bf16 tensor."""
     layout = cute.select(box_layout(1), mode=[0, 1])
-    # With dynamic extents: a static one of up to a box would give box coordinates stride 0, so that the boxes beyond
-    # the tensor, which TMA clips, would fall on the first one.
+    # With dynamic extents: a static one of up to a box would give box coordinates stride 0, so that the boxes
+    # beyond the tensor, which TMA clips, would fall on the first one.
     extents = tuple(Int32(extent) for extent in tensor.shape)
     tensor = cute.make_tensor(tensor.iterator, cute.make_layout(extents, stride=tensor.stride))
     info = cpasync.make_tiled_tma_atom(op, tensor, layout, (BOX_ROWS, BOX_COLUMNS))
@@ -52,7 +53,8 @@ class WarpBoxes:
     count: cutlass.Constexpr[int]
 
     def fill(self, blocks: list) -> None:
-        """Fill boxes, ready to be sent. blocks[SIXTEENS * i + n]: columns [16 n, 16 n + 16) of box i, see `write`."""
+        """Fill boxes, ready to be sent. blocks[SIXTEENS * i + n]: columns [16 n, 16 n + 16) of box i, see
+        `write`."""
         self.reclaim()
         for number, fragments in enumerate(blocks):
             self.write(*divmod(number, SIXTEENS), fragments)
@@ -73,14 +75,18 @@ class WarpBoxes:
         cute.arch.sync_warp()
 
     def write(self, box: int, sixteen: int, fragments: list) -> None:
-        """Columns [16 sixteen, 16 sixteen + 16) of a box: the fragments of rows 0-7 and of rows 8-15 of its left
-        half, then of its right half, each a bf16 pair a thread.
+        """Columns [16 sixteen, 16 sixteen + 16) of a box: the fragments of rows 0-7 and of rows 8-15 of its
+        left half, then of its right half, each a bf16 pair a thread.
 
-        Thread l gives the address of row l % 16, left half for l < 16. The 128-byte swizzle exclusive-ors bits 4-6 of
-        an address with its bits 7-9, here the row modulo 8.
+        Thread l gives the address of row l % 16, left half for l < 16. The 128-byte swizzle exclusive-ors
+        bits 4-6 of an address with its bits 7-9, here the row modulo 8.
         """
         lane = cute.arch.lane_idx()
-        row = cute.recast_ptr(self.shared.iterator, dtype=Int32).toint() + self.first * BOX_BYTES + lane % 16 * 128
+        row = (
+            cute.recast_ptr(self.shared.iterator, dtype=Int32).toint()
+            + self.first * BOX_BYTES
+            + lane % 16 * 128
+        )
         column = (lane % 8 * 16) ^ (lane // 16 * 16)
         store_matrix(((row + column) ^ (sixteen * 32)) + box * BOX_BYTES, fragments)
 
@@ -91,7 +97,12 @@ class WarpBoxes:
     def _partition(self, tma):
         tiles = cute.local_tile(tma.tensor, (BOX_ROWS, BOX_COLUMNS), (None,) * cute.rank(tma.tensor))
         return cpasync.tma_partition(
-            tma.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(tiles, 0, 2))
+            tma.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.shared, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
 
 
 @dsl_user_op

@@ -1,7 +1,8 @@
 """Adding up a tile whose k blocks the CTAs of a cluster have shared, through each other's shared memory.
 
-Every warp's part of the tile has an owner among the CTAs, in turn. When all are done with their stages, each warp stores
-its values where the owner's stages were; the owner's warp of the same number adds them up in K order.
+Every warp's part of the tile has an owner among the CTAs, in turn. When all are done with their stages, each
+warp stores its values where the owner's stages were; the owner's warp of the same number adds them up in K
+order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ BARRIERS = 1 + CONSUMER_WARPS
 class ClusterSum:
     """memory: fp32 pointer to at least `ctas` parts for every warp that a CTA owns, 16-byte aligned.
 
-    barriers: mbarriers, the first for "all stages are free", then one for each warp's parts. Each serves once.
+    barriers: mbarriers, the first for "all stages are free", then one for each warp's parts. Each serves
+    once.
     rank, warp: of the caller; words: fp32 values of a part that a thread holds.
     """
 
@@ -74,7 +76,8 @@ class ClusterSum:
         return owner == self.rank
 
     def part(self, rank):
-        """Where the owner receives the calling warp's part from the CTA `rank`, the calling thread's first 16 bytes."""
+        """Where the owner receives the calling warp's part from the CTA `rank`, the calling thread's first 16
+        bytes."""
         place = self.warp // self.ctas * self.ctas + rank
         return (self.memory + place * (WARP * self.words) + cute.arch.lane_idx() * 4).align(16)
 

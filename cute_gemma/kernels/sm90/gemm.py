@@ -1,34 +1,39 @@
 """The GEMM main loop for sm_90a that the projections share: persistent, warp-specialised, wgmma.
 
-What it computes: for every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16 operands, handed
-rounded to bf16, strip by strip, to an epilogue. What A, B and the epilogue are is the business of a subclass.
+What it computes: for every tile of a schedule, acc[i, j] = sum_k A[i, k] * B[j, k] in fp32 from bf16
+operands, handed rounded to bf16, strip by strip, to an epilogue. What A, B and the epilogue are is the
+business of a subclass.
 
     global A, B --TMA--> shared stages --wgmma--> accumulators in registers --> bf16 strips --> epilogue
 
-Three warpgroups a CTA, each role a method below or of kernels/common/gemm.py, in the order data meets them:
-    warp 0       `produce`   one k block (64 elements of K) of A and B a stage, through TMA
-    warps 4-11   `consume`   two warpgroups, 64 rows of each 128 apiece. A warp's *strip* is 16 of them. They share the
-                             stages but wait for nothing else of each other. The epilogue of a tile may run while
-                             the next one's first k blocks are multiplied (`defers`).
+Three warpgroups a CTA, in two roles, each a method below or of kernels/common/gemm.py, in the order data
+meets them:
 
-Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up through
-a workspace: every consumer warp writes its part of the piece, then counts itself in; the one that completes the count
-adds all pieces in K order and goes on as if the tile had been whole. Nobody waits. The count is left at zero, so the
-workspace needs zeroing once, when it is allocated. A tile shared by the CTAs of a cluster is added up through their
-shared memory (cluster_sum.py).
+    warp 0      `produce`  one k block (64 elements of K) of A and B a stage, through TMA
+    warps 4-11  `consume`  two warpgroups, 64 rows of each 128 apiece, of which a warp has 16, its *strip*.
+                           They share the stages but wait for nothing else of each other. The epilogue of a
+                           tile may run while the next one's first k blocks are multiplied (`defers`).
+
+Each role walks the same units (kernels/common/schedule.py). A tile split over K between workers is added up
+through a workspace: every consumer warp writes its part of the piece, then counts itself in; the one that
+completes the count adds all pieces in K order and goes on as if the tile had been whole. Nobody waits. The
+count is left at zero, so the workspace needs zeroing once, when it is allocated. A tile shared by the CTAs of
+a cluster is added up through their shared memory (cluster_sum.py).
 
 To make a GEMM, subclass `PersistentGemm` and give it
-    `operand_majors`            which mode of A and B is contiguous, for each kind of tile: one, or two if the
-                                schedule's first section holds the tiles of the first kind
-    `loads(tma, operands, ...)` a `Loads` object: how to fetch k block k of a tile; early and late parts (see PDL)
-    `epilogue(...)`             what becomes of a finished strip
+
+    `operand_majors`             which mode of A and B is contiguous, for each kind of tile: one, or two if
+                                 the schedule's first section holds the tiles of the first kind
+    `loads(tma, operands, ...)`  how to fetch k block k of a tile; early and late parts (see PDL)
+    `epilogue(...)`              what becomes of a finished strip
+
 and call `launch` from its host entry.
 
-PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages before
-griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
+PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages
+before griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
 
-Budgets (CUDA programming guide, "Compute capabilities" for 9.0): 227 KB of shared memory a CTA; 65,536 registers, of
-which a consumer thread's accumulators take tile_m * tile_n / 256.
+Budgets (CUDA programming guide, "Compute capabilities" for 9.0): 227 KB of shared memory a CTA; 65,536
+registers, of which a consumer thread's accumulators take tile_m * tile_n / 256.
 """
 
 from __future__ import annotations
@@ -60,7 +65,15 @@ from cute_gemma.kernels.common.gemm import (
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.common.shared_rounds import plan_shared
-from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes, box_layout, box_tma
+from cute_gemma.kernels.sm90.boxes import (
+    BOX_BYTES,
+    BOX_COLUMNS,
+    BOX_ROWS,
+    SIXTEENS,
+    WarpBoxes,
+    box_layout,
+    box_tma,
+)
 from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, ClusterSum
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, GemmTuning
 
@@ -79,8 +92,8 @@ HEAD_START = 3  # k blocks of a unit under way before the epilogue of the one be
 class Strip:
     """A warp's 16 rows of a finished tile, rounded to bf16.
 
-    pairs[h][j]: columns 8 j + 2 (lane % 4) and the next, of row 8 h + lane / 4 (PTX ISA, "Register Fragments for
-    wgmma.mma_async.m64nNk16"). row: the first of its rows in the unit.
+    pairs[h][j]: columns 8 j + 2 (lane % 4) and the next, of row 8 h + lane / 4 (PTX ISA, "Register Fragments
+    for wgmma.mma_async.m64nNk16"). row: the first of its rows in the unit.
     """
 
     pairs: list
@@ -91,8 +104,8 @@ class Strip:
         return [self.pairs[half][column] for column in (2 * index, 2 * index + 1) for half in (0, 1)]
 
     def store(self, boxes: WarpBoxes, first: Any, send: Callable[[list], None]) -> None:
-        """Store the strip as it is through the warp's boxes. first: the output's column of boxes that its own first one
-        goes to; send(columns): sends as many boxes to these columns of boxes."""
+        """Store the strip as it is through the warp's boxes. first: the output's column of boxes that its own
+        first one goes to; send(columns): sends as many boxes to these columns of boxes."""
         per_tile = len(self.pairs[0]) // (BOX_COLUMNS // 8)
         for begin in range(0, per_tile, boxes.count):
             end = min(begin + boxes.count, per_tile)
@@ -104,7 +117,8 @@ class Strip:
 class Pending:
     """A warp's part of a finished tile, whose epilogue is to come.
 
-    words: bf16 pairs, as many accumulators hold two after the other; row: the first of the warp's rows in a unit.
+    words: bf16 pairs, as many accumulators hold two after the other; row: the first of the warp's rows in a
+    unit.
     """
 
     words: Any
@@ -145,13 +159,17 @@ class PersistentGemm(GemmBase):
     operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
     boxes: int = 2  # 16 x 64 boxes of shared memory a consumer warp has, see boxes.py
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
-    defers: bool = False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
+    defers: bool = (
+        False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
+    )
 
-    # ---- shapes ---------------------------------------------------------------------------------------------------
+    # ---- shapes
+    # ---------------------------------------------------------------------------------------------------
 
     @property
     def stage_count(self) -> int:
-        """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else ValueError."""
+        """Stages that fit beside the epilogue's buffers, or the tuning's number if it fits; else
+        ValueError."""
         boxes = CONSUMER_WARPS * self.boxes * BOX_BYTES
         header = -(-(BARRIER_BYTES + self.scratch_bytes) // ALIGNMENT) * ALIGNMENT
         fitting = (SMEM_BYTES - header - boxes) // self.tuning.stage_bytes
@@ -192,13 +210,15 @@ class PersistentGemm(GemmBase):
             sm90.make_smem_layout_b(b, self.mma_tiler, BFloat16, count),
         )
 
-    # ---- host -----------------------------------------------------------------------------------------------------
+    # ---- host
+    # -----------------------------------------------------------------------------------------------------
 
     def tma_a(self, tensor, kind: int = 0) -> TmaTensor:
         """Load descriptor for an A operand, (M, K) or (M, K, L)."""
         layout = cute.select(self.stage_layouts(kind, 1)[0], mode=[0, 1])
         info = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.tuning.tile_m, BLOCK_K))
+            cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (self.tuning.tile_m, BLOCK_K)
+        )
         return TmaTensor(info[0], info[1])
 
     def tma_b(self, tensor, kind: int = 0) -> TmaTensor:
@@ -207,7 +227,8 @@ class PersistentGemm(GemmBase):
         op = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
         layout = cute.select(self.stage_layouts(kind, 1)[1], mode=[0, 1])
         info = cpasync.make_tiled_tma_atom(
-            op, tensor, layout, (self.tuning.tile_n, BLOCK_K), num_multicast=self.tuning.cluster_m)
+            op, tensor, layout, (self.tuning.tile_n, BLOCK_K), num_multicast=self.tuning.cluster_m
+        )
         return TmaTensor(info[0], info[1])
 
     def tma_store(self, tensor) -> TmaTensor:
@@ -236,7 +257,8 @@ class PersistentGemm(GemmBase):
             use_pdl=True,
         )
 
-    # ---- device entry ---------------------------------------------------------------------------------------------
+    # ---- device entry
+    # ---------------------------------------------------------------------------------------------
 
     @cute.kernel
     def kernel(self, mmas: tuple, tma: Any, schedule: TileSchedule, workspace: Any):
@@ -286,7 +308,8 @@ class PersistentGemm(GemmBase):
             boxes.finish()
 
     def make_stages(self, barriers):
-        """Barriers: a stage is full when its bytes have landed and empty when every warp that reads it is done."""
+        """Barriers: a stage is full when its bytes have landed and empty when every warp that reads it is
+        done."""
         stages = pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=self.stage_count,
@@ -304,14 +327,17 @@ class PersistentGemm(GemmBase):
         return ClusterSum(memory, barriers, rank, warp, self.tuning.share, self.words)
 
     def stage_views(self, a_shared, b_shared) -> tuple:
-        """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major modes."""
+        """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major
+        modes."""
         views = []
         for kind in range(len(self.operand_majors)):
             layouts = self.stage_layouts(kind)
-            views.append(tuple(
-                cute.make_tensor(cute.recast_ptr(shared.iterator, layout.inner, BFloat16), layout.outer)
-                for shared, layout in zip((a_shared, b_shared), layouts)
-            ))
+            views.append(
+                tuple(
+                    cute.make_tensor(cute.recast_ptr(shared.iterator, layout.inner, BFloat16), layout.outer)
+                    for shared, layout in zip((a_shared, b_shared), layouts)
+                )
+            )
         return tuple(views)
 
     def row_tile(self, unit: Unit, rank):
@@ -323,7 +349,8 @@ class PersistentGemm(GemmBase):
         return self._partition(tma, shared, (self.tuning.tile_m, BLOCK_K))
 
     def partition_b(self, tma: TmaTensor, shared, rank) -> TmaPartition:
-        """B's tiles, indexed (tile_n, k block, ...). Each CTA of a cluster fetches its part for all of them."""
+        """B's tiles, indexed (tile_n, k block, ...). Each CTA of a cluster fetches its part for all of
+        them."""
         sharers = self.tuning.cluster_m
         mask = None if sharers == 1 else Int16((1 << sharers) - 1)
         return self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank % sharers, sharers, mask))
@@ -333,10 +360,16 @@ class PersistentGemm(GemmBase):
         place, count, mask = sharers
         tiles = cute.local_tile(tma.tensor, tiler, (None,) * cute.rank(tma.tensor))
         shared, tiles = cpasync.tma_partition(
-            tma.atom, place, cute.make_layout(count), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2))
+            tma.atom,
+            place,
+            cute.make_layout(count),
+            cute.group_modes(shared, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
         return TmaPartition(tma.atom, shared, tiles, mask)
 
-    # ---- what a subclass provides ---------------------------------------------------------------------------------
+    # ---- what a subclass provides
+    # ---------------------------------------------------------------------------------
 
     def loads(self, tma, operands, rank):
         """An object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit."""
@@ -353,7 +386,8 @@ class PersistentGemm(GemmBase):
     def prepare_epilogue(self, tma, scratch) -> None:
         """Work of the consumer warps before the first tile that depends on no preceding kernel."""
 
-    # ---- consumer warps -------------------------------------------------------------------------------------------
+    # ---- consumer warps
+    # -------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, source, io, workspace, place):
@@ -368,7 +402,8 @@ class PersistentGemm(GemmBase):
         unit = dynamic(schedule.unit(worker, Int32(0)))
         before, waiting = unit, cutlass.Boolean(False)
         begin, end = Int32(0), Int32(schedule.unit_count(worker))
-        # A loop for each kind: with two kinds of wgmma on the same registers the assembler would wait after each one.
+        # A loop for each kind: with two kinds of wgmma on the same registers the assembler would wait after
+        # each one.
         for kind in cutlass.range_constexpr(len(mmas)):
             last = end
             if cutlass.const_expr(kind + 1 < len(mmas)):
@@ -383,7 +418,8 @@ class PersistentGemm(GemmBase):
                     if unit.pieces > 1:
                         number = rank * CONSUMER_WARPS + warp
                         pieces = Pieces(
-                            schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words)
+                            schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words
+                        )
                         complete = self.add_pieces(accumulator, pieces)
                 if cutlass.const_expr(self.tuning.share > 1):
                     if unit.pieces > 1:
@@ -406,19 +442,22 @@ class PersistentGemm(GemmBase):
             self.epilogue(pending.strip(number, self.tuning.tile_n // 8), unit, pending.io)
 
     def fragments(self, mmas, operands, group) -> list:
-        """For each kind of tile the shared-memory descriptors of a warpgroup's A and B, (MMA, MMA_MN, MMA_K, STAGE)."""
+        """For each kind of tile the shared-memory descriptors of a warpgroup's A and B, (MMA, MMA_MN, MMA_K,
+        STAGE)."""
         descriptors = []
         for mma, (a, b) in zip(mmas, operands):
             part = mma.get_slice(group * WARPGROUP)
-            descriptors.append((mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b))))
+            descriptors.append(
+                (mma.make_fragment_A(part.partition_A(a)), mma.make_fragment_B(part.partition_B(b)))
+            )
         return descriptors
 
     @cute.jit
     def multiply(self, mma, fragments, accumulator, queue, ahead):
         """Sum of a unit's k blocks, at least one. A stage is released when the block after it is under way.
 
-        Returns the queue's state and the unit after. To find it takes some hundred cycles, spent during the first
-        blocks, as the epilogue of the unit before is if the kernel defers that.
+        Returns the queue's state and the unit after. To find it takes some hundred cycles, spent during the
+        first blocks, as the epilogue of the unit before is if the kernel defers that.
         """
         stages, state, blocks = queue
         (schedule, worker, index), (pending, before, waiting) = ahead
@@ -465,10 +504,12 @@ class PersistentGemm(GemmBase):
 
     @cute.jit
     def add_pieces(self, accumulator, pieces):
-        """Deliver this warp's part of a piece; True for the warp that completes the tile, with the sum in its place.
+        """Deliver this warp's part of a piece; True for the warp that completes the tile, with the sum in its
+        place.
 
-        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing. The first piece is
-        the last of its worker's share: the others are often there already, and it need not be written. The first and the
+        The sum runs over the pieces in K order whoever completes it, so it does not depend on timing. The
+        first piece is the last of its worker's share: the others are often there already, and it need not be
+        written. The first and the
         second stay where they are for adding the others: x + y = y + x.
         """
         values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))

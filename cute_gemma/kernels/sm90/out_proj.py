@@ -25,8 +25,6 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     features: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
 
-    defers = True
-
     @property
     def boxes(self) -> int:
         """A whole strip where stages leave room."""
@@ -36,4 +34,6 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS
         tma, _, boxes = io
         first = unit.n * (self.tuning.tile_n // BOX_COLUMNS)
-        strip.store(boxes, first, lambda columns: boxes.send(tma.out, [(box_row, column) for column in columns]))
+        strip.store(
+            boxes, first, lambda columns: boxes.send(tma.out, [(box_row, column) for column in columns])
+        )

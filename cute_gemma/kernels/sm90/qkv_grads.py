@@ -1,7 +1,7 @@
 """Gradients of the hidden states and of the q, k and v weights for sm_90a: see kernels/common/qkv_grads.py.
 
-wgmma reads bf16 operands whose M or N is the contiguous mode as they lie (PTX ISA, "Strides" of the matrix descriptor
-and imm-trans-a, -b), so wgrad transposes nothing.
+wgmma reads bf16 operands whose M or N is the contiguous mode as they lie (PTX ISA, "Strides" of the matrix
+descriptor and imm-trans-a, -b), so wgrad transposes nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase
-from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import FIRST_CONSUMER, PersistentGemm, major_layout
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning
+from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning
 
-NORM_TUNING = NormBackwardTuning(ctas=SM_COUNT)
+NORM_TUNING = NormBackwardTuning(warps=8, unroll=4, ctas=2 * SM_COUNT)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
 
     @property
     def defers(self) -> bool:
-        """Where registers suffice."""
+        """Where registers suffice: dgrad has many short tiles."""
         return self.words <= 64
 
     @property
@@ -51,12 +51,18 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
     def block_layout(self, kind: int, blocks: int):
         """Shared layout of blocks of A; a stage holds `blocks_per_cta` of them, one after the other."""
         return sm90.make_smem_layout_a(
-            major_layout(self.operand_majors[kind][0]), (BLOCK_M, self.tuning.tile_n, BLOCK_K), BFloat16, blocks)
+            major_layout(self.operand_majors[kind][0]),
+            (BLOCK_M, self.tuning.tile_n, BLOCK_K),
+            BFloat16,
+            blocks,
+        )
 
     def tma_block(self, tensor, kind: int) -> TmaTensor:
         """Load descriptor of A, block by block."""
         layout = cute.select(self.block_layout(kind, 1), mode=[0, 1])
-        info = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (BLOCK_M, BLOCK_K))
+        info = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, (BLOCK_M, BLOCK_K)
+        )
         return TmaTensor(info[0], info[1])
 
     def partition_block(self, tma: TmaTensor, kind: int, shared):
@@ -106,9 +112,9 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
 def default_tuning(
     batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = SM_COUNT
 ) -> GemmTuning:
-    """heads: H + 2 KV. Measured on an H200: wider, taller and narrower tiles gain nothing, nor do clusters; splitting
-    tiles pays while about half of the multiprocessors would have none."""
+    """heads: H + 2 KV. Measured on an H200: wider and taller tiles gain nothing, nor do clusters; narrow
+    tiles that are split pay while about half of the multiprocessors would have none of the others."""
     tuning = GemmTuning(sm_count=sm_count)
     blocks = ceil(heads * head_dim / BLOCK_M) + batch * ceil(seq / BLOCK_M)
     few = 9 * blocks * ceil(hidden / tuning.tile_n) <= 5 * sm_count
-    return replace(tuning, stream_k=few)
+    return replace(tuning, tile_n=64, stream_k=True) if few else tuning

@@ -1,8 +1,8 @@
 """QKV projection with QK norm and RoPE for sm_90a: see kernels/common/qkv_proj.py for what it computes.
 
-Epilogue: a warp's strip has 16 rows, of which a thread holds two, 2 columns of every 8. So the pairs (d, d + D/2) stay
-within a thread, and the mean of squares takes two shuffles among the four lanes of a row. cos and sin are read from
-global memory, 4 bytes at a time, as the thread needs them.
+Epilogue: a warp's strip has 16 rows, of which a thread holds two, 2 columns of every 8. So the pairs (d, d +
+D/2) stay within a thread, and the mean of squares takes two shuffles among the four lanes of a row. cos and
+sin are read from global memory, 4 bytes at a time, as the thread needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ EPILOGUE_CYCLES = 18  # a tile column, measured as those of tuning.py
 
 @dataclass(frozen=True)
 class Head:
-    """One head of a strip. pairs[h][j] as in `Strip`, of this head; inverses[h]; saved[h]: None or a SavedRow."""
+    """One head of a strip. pairs[h][j] as in `Strip`, of this head; inverses[h]; saved[h]: None or a
+    SavedRow."""
 
     pairs: list
     inverses: list
@@ -63,8 +64,8 @@ def default_tuning(
 
 @dataclass(frozen=True)
 class QKVProjection(QKVProjectionBase, PersistentGemm):
-    """See QKVProjectionBase. tuning: see `default_tuning`; tile_m 128, tile_n a multiple of head_dim (default: one
-    head)."""
+    """See QKVProjectionBase. tuning: see `default_tuning`; tile_m 128, tile_n a multiple of head_dim
+    (default: one head)."""
 
     hidden: int
     heads: int
@@ -81,10 +82,6 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         if self.tuning.tile_m != 128:
             raise ValueError(f"tile_m: {self.tuning.tile_m}, expected 128")
         self.check()
-
-    @property
-    def defers(self) -> bool:
-        return self.tuning.tile_n == 128
 
     @property
     def scratch_bytes(self) -> int:
@@ -114,7 +111,11 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             rows = []
             for half in (0, 1):
                 row = cutlass.min(first_row + lane // 4 + 8 * half, table.shape[0] - 1)
-                pairs = cute.recast_ptr(table.iterator, dtype=Int32) + Int64(row) * (self.head_dim // 2) + lane % 4
+                pairs = (
+                    cute.recast_ptr(table.iterator, dtype=Int32)
+                    + Int64(row) * (self.head_dim // 2)
+                    + lane % 4
+                )
                 values = cute.make_tensor(pairs, cute.make_layout(self.head_dim // 8, stride=4))
                 rows.append([values[j] for j in range(self.head_dim // 8)])
             tables.append(rows)
@@ -129,15 +130,19 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         box_row, box_column = first_row // BOX_ROWS, tile * (self.tuning.tile_n // BOX_COLUMNS)
         if part == V:
             strip.store(
-                boxes, box_column,
-                lambda columns: boxes.send(tma.outputs[V], [(box_row, column) for column in columns]))
+                boxes,
+                box_column,
+                lambda columns: boxes.send(tma.outputs[V], [(box_row, column) for column in columns]),
+            )
         else:
             cos, sin = self.read_tables(tma, first_row)
             factors = Factors(cos, sin, scratch, part)
             per_head = self.head_dim // 8
             for number in cutlass.range_constexpr(self.tuning.tile_n // self.head_dim):
                 pairs = [half[number * per_head : (number + 1) * per_head] for half in strip.pairs]
-                head = self.head(pairs, tma, (part, first_row, tile * (self.tuning.tile_n // self.head_dim) + number))
+                head = self.head(
+                    pairs, tma, (part, first_row, tile * (self.tuning.tile_n // self.head_dim) + number)
+                )
                 column = box_column + number * (self.head_dim // BOX_COLUMNS)
                 self.store_head(head, factors, (tma, boxes), (box_row, column))
 
@@ -180,7 +185,8 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             row.save_rstd(value)
 
     def rotated(self, head: Head, factors: Factors, first: int) -> tuple:
-        """Columns [8 first, 8 first + 64) of a head, and those half a head further, normalised and rotated."""
+        """Columns [8 first, 8 first + 64) of a head, and those half a head further, normalised and
+        rotated."""
         low, high = ([], []), ([], [])
         for j in range(first, first + BOX_COLUMNS // 8):
             columns = (j, j + self.head_dim // 16)

@@ -1,7 +1,8 @@
-"""Chooses tile shape and schedule of a GEMM on sm_90a from its sizes, by counting the cycles of the candidates.
+"""Chooses tile shape and schedule of a GEMM on sm_90a from its sizes, by counting the candidates' cycles.
 
-The count is coarse, but what decides is coarse too: how many tiles the last round is short of, whether a tile is wide
-enough for its operands to arrive as fast as they are multiplied, and what adding up split tiles costs.
+The count is coarse, but what decides is coarse too: how many tiles the last round is short of, whether a tile
+is wide enough for its operands to arrive as fast as they are multiplied, and what adding up split tiles
+costs.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ MMA_COLUMNS = 256  # largest N of a wgmma (PTX ISA, wgmma.mma_async)
 FLOPS_PER_CYCLE = 4096  # dense bf16, an SM (H100 white paper)
 # Measured on an H200, in cycles of about 1.55 GHz, which its power allows under these kernels.
 L2_BYTES_PER_CYCLE = 90  # into an SM while all of them read
-NARROW = 1.06  # what tiles of up to 128 x 128 take longer for the same work: more operand bytes for it
+# What tiles of so many columns take longer for the same work: they move more bytes for it through shared
+# memory.
+NARROW = {64: 1.1, 128: 1.05, 192: 1.03, 256: 1.0}
+MANY_ROWS = 1536  # from here on narrow tiles, which need more power for the same work, are clocked down
 EPILOGUE_CYCLES = 12  # a tile column, during which nothing is multiplied
-SHARE_CYCLES = 6000  # adding up through shared memory
-EXCHANGE_CYCLES = 4000  # adding up through memory: latency
+SHARE_CYCLES = 6500  # adding up through shared memory
+EXCHANGE_CYCLES = 5500  # adding up through memory: latency
 EXCHANGE_CYCLES_PER_ELEMENT = 0.6  # and what it takes for each element of the tile
 START_CYCLES = 5500  # filling the pipeline and leaving it
 
@@ -35,10 +39,10 @@ class GemmTuning:
     tile_m: rows of a CTA's tile, 128 or 256, dealt to two consumer warpgroups 64 at a time.
     cluster_m: CTAs, one tile below the other, that form a cluster, walk together and share B by multicast.
     tile_n: columns of a tile, a multiple of 64; tile_m * tile_n may not pass 128 * 256.
-    stages: shared-memory stages (None: as many as fit). stream_k: split tiles over K where whole tiles would leave
-    workers idle. group_m: unit rows walked together. sm_count: CTAs resident at once.
-    share: CTAs of a cluster that share the tiles of a last round that is not full (kernels/common/shared_rounds.py).
-    Of cluster_m, share and stream_k only one.
+    stages: shared-memory stages (None: as many as fit). stream_k: split tiles over K where whole tiles would
+    leave workers idle. group_m: unit rows walked together. sm_count: CTAs resident at once.
+    share: CTAs of a cluster that share the tiles of a last round that is not full
+    (kernels/common/shared_rounds.py); goes with neither cluster_m > 1 nor stream_k.
     """
 
     tile_m: int = 128
@@ -64,7 +68,9 @@ class GemmTuning:
         if self.share > 1 and (self.cluster_m > 1 or self.stream_k):
             raise ValueError(f"share: {self.share}, expected 1 with cluster_m > 1 or stream_k")
         if self.sm_count < self.cluster:
-            raise ValueError(f"sm_count: {self.sm_count}, expected at least the {self.cluster} CTAs of one cluster")
+            raise ValueError(
+                f"sm_count: {self.sm_count}, expected at least the {self.cluster} CTAs of one cluster"
+            )
         if self.group_m < 1:
             raise ValueError(f"group_m: {self.group_m}, expected at least 1")
         if self.stages is not None and self.stages < 2:
@@ -121,10 +127,14 @@ def choose_tuning(
 ) -> GemmTuning:
     """The candidate with the lowest count for `rows` x sum(columns) outputs of `inner` products each.
 
-    columns: widths of the matrices side by side, each cut into tiles of its own. shapes: (tile_m, tile_n) to choose
-    from. epilogue: its cycles a tile column.
+    columns: widths of the matrices side by side, each cut into tiles of its own. shapes: (tile_m, tile_n) to
+    choose from. epilogue: its cycles a tile column.
     """
-    return min(candidates(shapes, inner, sm_count), key=lambda t: gemm_cycles(t, rows, columns, inner, epilogue))
+    if rows > MANY_ROWS:
+        shapes = tuple(shape for shape in shapes if shape[1] >= 192)
+    return min(
+        candidates(shapes, inner, sm_count), key=lambda t: gemm_cycles(t, rows, columns, inner, epilogue)
+    )
 
 
 def candidates(shapes: tuple[tuple[int, int], ...], inner: int, sm_count: int) -> list[GemmTuning]:
@@ -163,8 +173,8 @@ def exchange_cycles(tuning: GemmTuning) -> float:
 
 
 def block_cycles(tuning: GemmTuning) -> float:
-    """Cycles of one k block of a tile: the tensor cores' or the operands' way from L2, whichever is longer."""
+    """Cycles of one k block of a tile: the tensor cores' or the operands' way from L2, whichever is
+    longer."""
     fetched = tuning.tile_m + tuning.tile_n // tuning.cluster_m
     multiplied = 2 * tuning.tile_m * tuning.tile_n * BLOCK_K / FLOPS_PER_CYCLE
-    narrow = 1 if tuning.tile_m * tuning.tile_n > 128 * 128 else NARROW
-    return max(multiplied * narrow, fetched * BLOCK_K * 2 / L2_BYTES_PER_CYCLE)
+    return max(multiplied * NARROW[tuning.tile_n], fetched * BLOCK_K * 2 / L2_BYTES_PER_CYCLE)
