@@ -1,4 +1,5 @@
 // atom, red, and the copies of cp.async (the ones that are not bulk).
+#include "half.h"
 #include "hazard.h"
 #include "global.h"
 #include "memory.h"
@@ -8,28 +9,6 @@
 // ---------------------------------------------------------------- atom, red
 enum { AT_ADD, AT_MIN, AT_MAX, AT_AND, AT_OR, AT_XOR, AT_EXCH, AT_CAS, AT_INC, AT_DEC };
 enum { TY_UNSIGNED, TY_SIGNED, TY_F32, TY_F64, TY_F16, TY_BF16 };
-
-static float half_value(uint16_t x, int bf16) {
-  if (bf16) {
-    uint32_t u = (uint32_t)x << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-  }
-  _Float16 h;
-  memcpy(&h, &x, 2);
-  return (float)h;
-}
-
-static uint16_t half_round(float f, int bf16) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if (bf16) return f != f ? 0x7fff : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-  _Float16 h = (_Float16)f;
-  uint16_t x;
-  memcpy(&x, &h, 2);
-  return x;
-}
 
 static float combine_float(float a, float b, uint32_t what) {
   if (what == AT_ADD) return a + b;

@@ -1,6 +1,7 @@
 // Operand unpacking and a register-blocked product: 64 rows by 4 columns of the result stay in registers.
 #pragma GCC optimize("O3")
 #include "mma.h"
+#include "half.h"
 #include <string.h>
 
 typedef float V __attribute__((vector_size(64), aligned(4)));
@@ -27,12 +28,6 @@ uint32_t layout_chunk(const Layout *l, uint32_t row, uint32_t k) {
   return swizzled(l->start + at, l->swizzle);
 }
 
-static inline float from_half(uint16_t h) {
-  _Float16 x;
-  memcpy(&x, &h, 2);
-  return (float)x;
-}
-
 static inline float from_bits(uint32_t u) {
   float f;
   memcpy(&f, &u, 4);
@@ -47,7 +42,7 @@ static inline void unpack_chunk(float *restrict out, const uint8_t *restrict p, 
   } else if (f == F_F16) {
     uint16_t v[8];
     memcpy(v, p, 16);
-    for (int i = 0; i < 8; i++) out[i] = from_half(v[i]);
+    for (int i = 0; i < 8; i++) out[i] = half_value(v[i], 0);
   } else {                        // tf32: the low 13 bits are ignored
     uint32_t v[4];
     memcpy(v, p, 16);

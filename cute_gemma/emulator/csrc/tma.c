@@ -1,6 +1,7 @@
 // Bulk copies: tensor maps, boxes, swizzling, multicast, reductions; bulk groups. A load writes in one step;
 // a store reads shared memory in one step and writes global memory in another.
 #include "global.h"
+#include "half.h"
 #include "hazard.h"
 #include "tma.h"
 #include <stdlib.h>
@@ -159,19 +160,6 @@ static Status write_box(Async *a, const TensorMap *m) {
 }
 
 // ---------------------------------------------------------------- reductions into global memory
-static float bf16_value(uint16_t x) {
-  uint32_t u = (uint32_t)x << 16;
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-
-static uint16_t bf16_round(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  return f != f ? 0x7fff : (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
 #define REDUCE_INT(T)                                                        \
   do {                                                                       \
     T x, y;                                                                  \
@@ -184,20 +172,8 @@ static uint16_t bf16_round(float f) {
 static void reduce_half(uint8_t *to, const uint8_t *from, uint32_t kind, int bf16) {
   uint16_t x, y;
   memcpy(&x, to, 2), memcpy(&y, from, 2);
-  float a, b;
-  if (bf16) {
-    a = bf16_value(x), b = bf16_value(y);
-  } else {
-    _Float16 h, k;
-    memcpy(&h, &x, 2), memcpy(&k, &y, 2);
-    a = (float)h, b = (float)k;
-  }
-  float r = kind == 1 ? a + b : kind == 2 ? (a < b ? a : b) : a > b ? a : b;
-  if (bf16) x = bf16_round(r);
-  else {
-    _Float16 h = (_Float16)r;
-    memcpy(&x, &h, 2);
-  }
+  const float a = half_value(x, bf16), b = half_value(y, bf16);
+  x = half_round(kind == 1 ? a + b : kind == 2 ? (a < b ? a : b) : a > b ? a : b, bf16);
   memcpy(to, &x, 2);
 }
 

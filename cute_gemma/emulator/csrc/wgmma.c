@@ -1,6 +1,7 @@
 // wgmma, sm_90a. An operation belongs to the four warps of a warpgroup, which all issue it; each holds 16 of
 // its 64 rows. Operations run in order, at the latest when a wgmma.wait_group of any of the warps covers
 // them.
+#include "half.h"
 #include "hazard.h"
 #include "operand.h"
 #include <string.h>
@@ -71,19 +72,8 @@ static void gather_a_registers(float *out, Warp *w, const int32_t *refs, Format 
         memcpy(&out[(l % 4 + 4 * (r / 2)) * 16 + row], &bits, 4);
         continue;
       }
-      for (uint32_t half = 0; half < 2; half++) {
-        uint16_t h = (uint16_t)(v >> 16 * half);
-        float x;
-        if (f == F_BF16) {
-          uint32_t bits = (uint32_t)h << 16;
-          memcpy(&x, &bits, 4);
-        } else {
-          _Float16 y;
-          memcpy(&y, &h, 2);
-          x = (float)y;
-        }
-        out[(l % 4 * 2 + half + 8 * (r / 2)) * 16 + row] = x;
-      }
+      for (uint32_t half = 0; half < 2; half++)
+        out[(l % 4 * 2 + half + 8 * (r / 2)) * 16 + row] = half_value((uint16_t)(v >> 16 * half), f == F_BF16);
     }
   const uint32_t depth = f == F_TF32 ? 8 : 16;
   for (uint32_t i = 0; negate && i < depth * 16; i++) out[i] *= -1.0f;
