@@ -13,18 +13,3 @@ DIAGONAL = 2  # 0 up to the diagonal, masked beyond: known without reading the m
 MIXED = 3  # anything else: attention reads the entries
 
 __all__ = ["ALL_MASKED", "ALL_ZERO", "DIAGONAL", "MASKED_AT_OR_BELOW", "MASK_TILE", "MIXED", "SCAN_COLUMNS"]
-
-
-def warp_max(value: Float32) -> Float32:
-    """The warp's largest value in every lane, NaN if any is NaN.
-
-    Ordered as integers, since sm_90a has no redux.f32 (PTX ISA, redux.sync: target sm_100a).
-    """
-    bits = cute.arch.fmax(value, value, nan=True).bitcast(Int32)  # a NaN of either sign becomes the largest integer
-    largest = cute.arch.warp_redux_sync(_order(bits), "max")
-    return _order(largest).bitcast(Float32)
-
-
-def _order(bits: Int32) -> Int32:
-    """fp32 bits to integers of the same order, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

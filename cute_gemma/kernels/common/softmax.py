@@ -49,3 +49,18 @@ def pack_bf16(low: Float32, high: Float32) -> Int32:
 def unpack_bf16(bits: Int32) -> tuple[Float32, Float32]:
     """What `pack_bf16` packed, as fp32: (low, high)."""
     return (bits << 16).bitcast(Float32), (bits & Int32(-65536)).bitcast(Float32)
+
+
+def warp_max(value: Float32) -> Float32:
+    """The warp's largest value in every lane, NaN if any is NaN.
+
+    Ordered as integers, since sm_90a has no redux.f32 (PTX ISA, redux.sync: target sm_100a).
+    """
+    bits = cute.arch.fmax(value, value, nan=True).bitcast(Int32)  # a NaN of either sign becomes the largest integer
+    largest = Int32(cute.arch.warp_redux_sync(_order(bits), "max"))
+    return _order(largest).bitcast(Float32)
+
+
+def _order(bits: Int32) -> Int32:
+    """fp32 bits to integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

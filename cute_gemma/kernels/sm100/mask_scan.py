@@ -26,9 +26,8 @@ from cute_gemma.kernels.common.mask import (
     MASKED_AT_OR_BELOW,
     MIXED,
     SCAN_COLUMNS,
-    warp_max,
 )
-from cute_gemma.kernels.common.softmax import max3_nan
+from cute_gemma.kernels.common.softmax import max3_nan, warp_max
 
 WARP = 32
 WARPS = 8
