@@ -26,7 +26,7 @@ TARGETS = {
     for target in (
         Target("sm_100a", (10, 0), default=True),
         Target("sm_103a", (10, 3), default=False),
-        Target("sm_90a", (9, 0), default=False),
+        Target("sm_90a", (9, 0), default=True),
     )
 }
 EMULATED_DEFAULT = TARGETS["sm_100a"]

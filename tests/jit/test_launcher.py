@@ -47,7 +47,7 @@ def test_wrong_arguments_are_refused_before_emulation():
 
 @pytest.mark.parametrize(
     "capability, wanted",
-    [((10, 0), "sm_100a"), ((9, 0), None), ((10, 3), None), ((12, 0), None), ((8, 0), None)],
+    [((10, 0), "sm_100a"), ((9, 0), "sm_90a"), ((10, 3), None), ((12, 0), None), ((8, 0), None)],
 )
 def test_a_gpu_selects_its_target_or_is_refused_by_name(monkeypatch, capability, wanted):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -16,6 +16,7 @@ from cute_gemma import jit, reference
 from cute_gemma.config import AttentionConfig
 from cute_gemma.emulator import Options
 from cute_gemma.functional import attention_forward
+from cute_gemma.functional_backward import plan_qkv_backward
 from cute_gemma.kernels.common.schedule import Section
 from cute_gemma.kernels.common.shared_rounds import plan_shared
 from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
@@ -23,7 +24,7 @@ from cute_gemma.kernels.sm90.out_proj import OutputProjection
 from cute_gemma.kernels.sm90.qkv_grads import QkvGradients
 from cute_gemma.kernels.sm90.qkv_proj import QKVProjection
 from cute_gemma.kernels.sm90.tuning import GemmTuning, gemm_cycles
-from cute_gemma.workloads import suite_cases
+from cute_gemma.workloads import case_for, check_output, suite_cases, workload
 
 TARGET = "sm_90a"
 SCHEDULES = ("lazy", "eager", "random:1", "random:2", "random:3")
@@ -362,3 +363,18 @@ def test_forward_pass_matches_reference():
         for dtype in (torch.float64, torch.bfloat16)
     )
     assert test_qkv_proj.error(out, exact) <= 1.25 * test_qkv_proj.error(eager, exact)
+
+
+@pytest.mark.parametrize("batch, seq", [(1, 131), (4, 128)])
+def test_backward_pass_keeps_both_pass_rules(batch, seq):
+    problem, case = workload("051"), case_for("051", batch, seq)
+    inputs = problem.make_inputs("realistic", batch, seq, 0, problem.config)
+    plan = plan_qkv_backward(**inputs.tensors(), target=TARGET)
+    plan.poison()
+    plan.run()
+    eager = problem.reference(inputs, problem.config)
+    exact = problem.reference(inputs.to(torch.float64), problem.config)
+    for name in problem.outputs:
+        out, rounded, wanted = (getattr(results, name) for results in (plan.output, eager, exact))
+        check = check_output(name, out, rounded, wanted, case.max_atol, case.max_rtol)
+        assert check.suite_pass and check.project_pass, check
