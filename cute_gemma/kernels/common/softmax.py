@@ -20,11 +20,6 @@ def max3(a: Float32, b: Float32, c: Float32) -> Float32:
     return Float32(_asm(T.f32(), (a, b, c), "max.f32 $0, $1, $2, $3;", "=f,f,f,f"))
 
 
-def max3_nan(a: Float32, b: Float32, c: Float32) -> Float32:
-    """The largest of three, NaN if one is."""
-    return Float32(_asm(T.f32(), (a, b, c), "max.NaN.f32 $0, $1, $2, $3;", "=f,f,f,f"))
-
-
 def abs_max3(a: Float32, b: Float32, c: Float32) -> Float32:
     """The largest magnitude of three; one instruction from sm_100 on (PTX ISA, max.abs)."""
     return Float32(_asm(T.f32(), (a, b, c), "max.abs.f32 $0, $1, $2, $3;", "=f,f,f,f"))

@@ -27,7 +27,7 @@ from cute_gemma.kernels.common.mask import (
     MIXED,
     SCAN_COLUMNS,
 )
-from cute_gemma.kernels.common.softmax import max3_nan, warp_max
+from cute_gemma.kernels.common.softmax import warp_max
 
 WARP = 32
 WARPS = 8
@@ -125,10 +125,15 @@ def _merge_row(entries, bits, largest):
         a, b, c, d = (entry_value(entries[i, t]) for i in range(MASK_TILE // WARP))
         joined = [x.bitcast(Int32) for x in (a, b, c, d)]
         bits[t] = bits[t] | joined[0] | joined[1] | joined[2] | joined[3]
-        of_tile = max3_nan(max3_nan(a, b, c), d, d)
-        largest[t] = cute.arch.fmax(largest[t], of_tile, nan=True)
-        of_row = cute.arch.fmax(of_row, of_tile, nan=True)
+        of_tile = _largest(_largest(a, b), _largest(c, d))
+        largest[t] = _largest(largest[t], of_tile)
+        of_row = _largest(of_row, of_tile)
     return bits, largest, of_row
+
+
+def _largest(a, b):
+    """NaN if either is."""
+    return cute.arch.fmax(a, b, nan=True)
 
 
 def _unless_masked(value):
@@ -173,7 +178,7 @@ def _scan_row(entries, row, chunk, s, found):
             not_masked = not_masked | cutlass.select_(inside & ~masked, bit, Int32(0))
             not_diagonal = not_diagonal | cutlass.select_(inside & wrong, bit, Int32(0))
             candidate = cutlass.select_(inside, value, Float32(-Float32.inf))
-            largest = cute.arch.fmax(largest, candidate, nan=True)
+            largest = _largest(largest, candidate)
     largest = warp_max(largest)
     return largest, (not_zero, not_masked, not_diagonal)
 
