@@ -216,6 +216,15 @@ def test_both_pass_rules(batch, seq, kind):
     assert_both_rules_hold(inputs, results, batch, seq)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["suite", "outliers"])
+@pytest.mark.parametrize("case", PROBLEM.cases, ids=lambda c: f"{c.batch_size}x{c.seq_len}")
+def test_every_case_of_the_suite(case, kind):
+    inputs = make(kind, case.batch_size, case.seq_len)
+    results, _ = run(inputs)
+    assert_both_rules_hold(inputs, results, case.batch_size, case.seq_len)
+
+
 @pytest.mark.parametrize(
     "config, batch, seq",
     [
