@@ -313,9 +313,35 @@ def test_no_stack_no_local_memory_and_tensor_cores_used(kernel):
         ({"mask": "none", "window": 5}, "window: got 5"),
         ({"window": 0}, "window: got 0"),
         ({"head_dim": 256, "tuning": AttentionTuning(query_tiles=2)}, "query_tiles: got 2"),
+        ({"tuning": AttentionTuning(kv_stages=6)}, "kv_stages: got 6, which takes 264192 bytes"),
     ],
 )
 def test_bad_configurations_are_named(changes, message):
     good = {"heads": 3, "kv_heads": 1, "head_dim": 128, "scale": SCALE, "softcap": 50.0}
     with pytest.raises(ValueError, match=message):
         Attention(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"query_tiles": 3}, "query_tiles: got 3"),
+        ({"kv_stages": 0}, "kv_stages: got 0"),
+        ({"fma_exp2_pairs": 65}, "fma_exp2_pairs: got 65"),
+        ({"mufu_tanh_pairs": -1}, "mufu_tanh_pairs: got -1"),
+    ],
+)
+def test_bad_tunings_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionTuning(**changes)
+
+
+def test_shared_memory_is_what_the_launch_takes():
+    q, k, v = suite_qkv(1, 131, 2, 1, 128)
+    for kernel, mask in (
+        (Attention(2, 1, 128, SCALE, 50.0), None),
+        (MaskedAttention(2, 1, 128, SCALE, 50.0), masks(131)["causal"].bfloat16()),
+        (Attention(2, 1, 128, SCALE, None, tuning=ONE_TILE), None),
+    ):
+        _, report = run(kernel, q, k, v, mask)
+        assert report.launch.dynamic_smem == kernel.shared_bytes

@@ -30,9 +30,9 @@ from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL
 from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP
 from cute_gemma.kernels.sm100 import attention_softmax as softmax
+from cute_gemma.kernels.sm100.attention_consumer import softmax_role
 from cute_gemma.kernels.sm100.attention_mma import GROUPS, load_role, mma_role, tiled_mmas
-from cute_gemma.kernels.sm100.mask_scan import mask_arguments, mask_entries
-from cute_gemma.kernels.sm100.tmem import fence_after_sync
+from cute_gemma.kernels.sm100.mask_scan import mask_arguments
 
 # MMA tile: M = 128 rows fill the 128 TMEM lanes, so that a softmax thread owns a whole row.
 TILE = 128
@@ -43,6 +43,7 @@ ALIGN = 1024  # bytes the 128-byte swizzle repeats after
 # and one at 88 take as many.
 SOFTMAX_REGISTERS = 208
 OTHER_REGISTERS = 88
+SHARED_BYTES = 227 * 1024  # of a CTA (CUDA programming guide, compute capability 10.0)
 SCAN_BLOCK = 32  # tile classes a warp reads at once
 
 
@@ -62,6 +63,15 @@ class AttentionTuning:
     kv_stages: int = 4
     fma_exp2_pairs: int = 8
     mufu_tanh_pairs: int = 20
+
+    def __post_init__(self) -> None:
+        if self.query_tiles not in (1, 2):
+            raise ValueError(f"query_tiles: got {self.query_tiles}, want 1 or 2")
+        if self.kv_stages < 1:
+            raise ValueError(f"kv_stages: got {self.kv_stages}, want at least 1")
+        for name in ("fma_exp2_pairs", "mufu_tanh_pairs"):
+            if not 0 <= getattr(self, name) <= 64:
+                raise ValueError(f"{name}: got {getattr(self, name)}, want 0 to 64")
 
 
 def default_tuning(head_dim: int) -> AttentionTuning:
@@ -138,6 +148,9 @@ class Attention:
         if self.head_dim > 128 and self.tuning.query_tiles != 1:
             got = self.tuning.query_tiles
             raise ValueError(f"query_tiles: got {got}, want 1 for head_dim {self.head_dim}")
+        if self.shared_bytes > SHARED_BYTES:
+            got = f"{self.tuning.kv_stages}, which takes {self.shared_bytes} bytes of shared memory"
+            raise ValueError(f"kv_stages: got {got}, want at most {SHARED_BYTES} bytes")
 
     def signature(self) -> Signature:
         """q, k, v, out; every batch and length shares one compilation."""
@@ -202,6 +215,27 @@ class Attention:
         """Columns of O a warpgroup writes."""
         return self.head_dim * self.tuning.query_tiles // GROUPS
 
+    @property
+    def exchange_words(self) -> int:
+        """fp32 words for a row's sum in each warpgroup; where mask entries are turned in shared memory, that
+        memory is free by then."""
+        return GROUPS * TILE * (softmax.BIAS_PITCH if self.mask == "tensor" else 1)
+
+    @property
+    def maxima_words(self) -> int:
+        """fp32 words for the maxima that two warpgroups pass on."""
+        return GROUPS * TILE if self.chained else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: barriers and exchanged words, up to the alignment of the tiles; q; the
+        stages."""
+        stage = TILE * self.head_dim // self.kv_parts
+        tiles = self.tuning.query_tiles * TILE * self.head_dim + self.tuning.kv_stages * stage
+        barriers = 3 * self.tuning.query_tiles + 2 * self.tuning.kv_stages + (3 + self.p_parts) * GROUPS + 2
+        small = 8 * barriers + 4 * (1 + self.exchange_words + self.maxima_words)
+        return math.ceil(small / ALIGN) * ALIGN + tiles * BFloat16.width // 8
+
     def s_column(self, g):
         """First TMEM column of S_g; P_g takes the first half of the same columns."""
         return g * TILE
@@ -264,11 +298,6 @@ class Attention:
     def _storage(self):
         tiles, stages = self.tuning.query_tiles, self.tuning.kv_stages
         part = TILE * self.head_dim // self.kv_parts
-        # A row's sum in each warpgroup; where there is one, the memory that mask entries are turned in is
-        # free by then.
-        exchange_words = GROUPS * TILE * (softmax.BIAS_PITCH if self.mask == "tensor" else 1)
-        maxima_words = GROUPS * TILE if self.chained else 1
-
         @cute.struct
         class Storage:
             q_full: cute.struct.MemRange[Int64, tiles]
@@ -281,8 +310,8 @@ class Attention:
             o_done: cute.struct.MemRange[Int64, 1]
             done: cute.struct.MemRange[Int64, 1]
             tmem: Int32
-            exchange: cute.struct.MemRange[Float32, exchange_words]
-            maxima: cute.struct.MemRange[Float32, maxima_words]
+            exchange: cute.struct.MemRange[Float32, self.exchange_words]
+            maxima: cute.struct.MemRange[Float32, self.maxima_words]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, tiles * TILE * self.head_dim], ALIGN]
             kv: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * part], ALIGN]
 
@@ -317,7 +346,8 @@ class Attention:
                 mma_role(self, bars, smem, tmem, self._work(mask, s))
         else:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            self._softmax(bars, smem[3], scratch, tmem, (atoms[3], tensors[3]), mask, self._work(mask, s))
+            out = (atoms[3], tensors[3])
+            softmax_role(self, bars, smem[3], scratch, tmem, out, mask, self._work(mask, s))
 
     def _init_barriers(self, bars):
         with cute.arch.elect_one():
@@ -420,120 +450,6 @@ class Attention:
             classes.append(kind)
             reads = reads | Boolean(kind != ALL_MASKED)
         return classes, Int32(cute.arch.vote_ballot_sync(reads))
-
-    # ---- softmax warpgroups --------------------------------------------------------------------------------
-
-    @cute.jit
-    def _softmax(self, bars, sO, scratch, tmem, out, mask, work):
-        """Walks the key tiles of this warpgroup, then writes its part of the output."""
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group, warp = warp // (WARPGROUP // WARP), warp % (WARPGROUP // WARP)
-        tile = work.tile + group if self.tuning.query_tiles == 2 else work.tile
-        row = tile * TILE + warp * WARP + lane
-        minus_max, source = Float32(0.0), None
-        if cutlass.const_expr(self.mask == "tensor"):
-            cute.arch.griddepcontrol_wait()
-            minus_max, source = self._mask_source(mask, scratch[0], row, group * 4 + warp, work)
-        rows = softmax.Rows(
-            group=group,
-            thread=warp * WARP + lane,
-            lane=lane,
-            warp=warp,
-            tile=tile,
-            row=row,
-            s=work.s,
-            scores=tmem + self.s_column(group),
-            accumulator=tmem + self.o_column(group if self.tuning.query_tiles == 2 else 0),
-            output=tmem + self.o_column(group),
-            minus_max=minus_max,
-            plain=cute.arch.vote_all_sync(minus_max == 0.0),
-            s_full=bars.s_full + group,
-            p_full=bars.p_full + group * self.p_parts,
-        )
-        zero = Float32(0.0)
-        state = (Int32(0), Int32(softmax.TOP_LEVEL), Float32(-Float32.inf), zero, zero)
-        mine = group if self.tuning.query_tiles == 2 else Int32(0)
-        visit = partial(self._softmax_visit, rows, (source, self._chain(bars, scratch[1], group)), mine)
-        count, _, maximum, sum0, sum1 = self.walk(visit, state, work, mine)
-        total = sum0 + sum1
-        column, ready = Int32(0), (bars.q_full, bars.o_full)
-        if cutlass.const_expr(self.tuning.query_tiles == 2):
-            ready = (bars.q_full + group, bars.o_full + group)
-        else:
-            total, column = self._combine(scratch, rows, maximum, total), group
-        if tile < work.tiles:
-            coordinate = (column, work.head, work.batch)
-            softmax.write_output(self, rows, sO, out, coordinate, ready, total, count > 0)
-        softmax.arrive(rows, bars.done)
-
-    def _chain(self, bars, maxima, group):
-        if not self.chained:
-            return None
-        mine, theirs = group, GROUPS - 1 - group
-        return softmax.MaximumChain(
-            mine=maxima + mine * TILE,
-            theirs=maxima + theirs * TILE,
-            mine_full=bars.max_full + mine,
-            theirs_full=bars.max_full + theirs,
-            o_done=bars.o_done,
-        )
-
-    def _combine(self, scratch, rows, maximum, total):
-        """The row's denominator from the sums of both warpgroups, brought to the larger of their maxima:
-        O's."""
-        sums, maxima = (cute.make_tensor(x, cute.make_layout((TILE, GROUPS))) for x in scratch)
-        # Both warpgroups are past reading mask entries and what the chain passed on.
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
-        sums[rows.thread, rows.group] = total
-        if self.chained:
-            maxima[rows.thread, rows.group] = maximum
-        cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
-        parts = [sums[rows.thread, g] for g in range(GROUPS)]
-        if self.chained:
-            found = [maxima[rows.thread, g] for g in range(GROUPS)]
-            largest = cute.arch.fmax(*found)
-            parts = [t * softmax.rescale_factor(m, largest) for t, m in zip(parts, found)]
-        return parts[0] + parts[1]
-
-    @cute.jit
-    def _softmax_visit(self, rows, source, mine, state, j, kind_of):
-        """state: tiles done by the query tile; level, running maximum and the two partial sums of the row."""
-        count, level, maximum, sum0, sum1 = state
-        row = (level, maximum, sum0, sum1)
-        if cutlass.const_expr(self.tuning.query_tiles == 2):
-            row = self._softmax_tile(rows, source, j, kind_of(mine), count, row)
-        else:
-            if (count & 1) == rows.group:
-                row = self._softmax_tile(rows, source, j, kind_of(mine), count, row)
-        return count + 1, row[0], row[1], row[2], row[3]
-
-    def _softmax_tile(self, rows, source, j, kind, count, row):
-        level, maximum, sum0, sum1 = row
-        cute.arch.mbarrier_wait(rows.s_full, (count if self.tuning.query_tiles == 2 else count >> 1) & 1)
-        fence_after_sync()
-        if self.fixed_shift:
-            level, sum0, sum1 = softmax.capped_tile(self, rows, j, kind, source[0], (level, sum0, sum1))
-        else:
-            row = (maximum, sum0, sum1)
-            maximum, sum0, sum1 = softmax.online_tile(self, rows, j, kind, source, count, row)
-        return level, maximum, sum0, sum1
-
-    @cute.jit
-    def _mask_source(self, mask, scratch, row, warp, work):
-        """Minus the row's largest mask entry, and where mixed tiles find their entries: (this batch's mask,
-        scratch)."""
-        entries, maxima, _ = mask
-        s = work.s
-        batch = cutlass.min(work.batch, Int32(entries.shape[0]) - 1)
-        largest = Float32(-Float32.inf)
-        for c in cutlass.range(maxima.shape[1], unroll=1):
-            largest = cute.arch.fmax(largest, maxima[batch, c, cutlass.min(row, s - 1)], nan=True)
-        # A row with no key to attend to has no weights to shift.
-        largest = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-        base = Int64(batch) * Int64(s) * Int64(s)
-        mine = mask_entries(entries, base, cute.make_layout((s, s), stride=(Int64(s), 1)))
-        return -largest, (mine, scratch + warp * (WARP * softmax.BIAS_PITCH))
 
 
 @dataclass(frozen=True)

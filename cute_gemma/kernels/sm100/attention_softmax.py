@@ -1,4 +1,4 @@
-"""A softmax warpgroup of the attention kernel: scores in TMEM to weights in TMEM, then O to global memory.
+"""The softmax of the attention kernel: scores in TMEM to weights in TMEM.
 
 One thread owns one query row: its 128 scores of a tile lie in 128 TMEM columns of its lane, so that maxima
 and sums need no exchange between threads. Two ways to shift the exponent:
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, tcgen05
-from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cute.typing import Boolean, Float32, Int32
 
 from cute_gemma.kernels.common import softcap as sc
 from cute_gemma.kernels.common.mask import ALL_ZERO, MASKED_AT_OR_BELOW, MIXED
@@ -107,7 +107,7 @@ def _values(tensor) -> list:
     return [tensor[i] for i in range(cute.size(tensor))]
 
 
-def _pairs(values) -> list:
+def pairs_of(values) -> list:
     return [(values[i], values[i + 1]) for i in range(0, cute.size(values), 2)]
 
 
@@ -174,7 +174,7 @@ def _by_polynomial(kernel, rows, level: cutlass.Constexpr):
     """P by polynomial tanh from 128 scores in registers, handed over part by part while in range. Returns how
     many chunks of P that was, and their two partial sums."""
     limit = 2.0 ** sc.Softcap(kernel.scale, kernel.softcap).exponent_limit(sc.TANH_FITS[level])
-    pairs = _pairs(tmem_load(rows, rows.scores, TILE))
+    pairs = pairs_of(tmem_load(rows, rows.scores, TILE))
     done, sum0, sum1 = Int32(0), Float32(0.0), Float32(0.0)
     first, packed, fine = _polynomial_part(kernel, pairs, level, 0)
     if cute.arch.vote_all_sync(fine & Boolean(first[0] + first[1] <= limit)):
@@ -229,7 +229,7 @@ def _wide_chunks(kernel, rows, first, sums):
     softcap = sc.Softcap(kernel.scale, kernel.softcap)
     for chunk in cutlass.range(first, CHUNKS, unroll=1):
         scores = tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK)
-        weights = [sc.exp2_capped_wide(s, softcap) for s in _pairs(scores)]
+        weights = [sc.exp2_capped_wide(s, softcap) for s in pairs_of(scores)]
         sums = _finish_chunk(rows, chunk, weights, sums, False)
         if chunk % 2 == 1:
             arrive(rows, rows.p_full + chunk // 2)
@@ -246,13 +246,13 @@ def _capped_biased(kernel, rows, j, kind, bias_source):
     for chunk in cutlass.range(CHUNKS, unroll=1):
         if not chunk_is_hidden(keys, chunk):
             scores = tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK)
-            bias = _pairs(chunk_bias(kernel, rows, j, chunk, kind, keys, bias_source))
+            bias = pairs_of(chunk_bias(kernel, rows, j, chunk, kind, keys, bias_source))
             largest = reduce3(abs_max3, _values(scores), Float32(0.0))
             if cute.arch.vote_all_sync(largest <= softcap.score_limit(fit)):
-                p = [sc.exp2_capped(s, softcap, fit, b) for s, b in zip(_pairs(scores), bias)]
+                p = [sc.exp2_capped(s, softcap, fit, b) for s, b in zip(pairs_of(scores), bias)]
                 total = _finish_chunk(rows, chunk, p, total, True)
             else:
-                p = [sc.exp2_capped_wide(s, softcap, b) for s, b in zip(_pairs(scores), bias)]
+                p = [sc.exp2_capped_wide(s, softcap, b) for s, b in zip(pairs_of(scores), bias)]
                 total = _finish_chunk(rows, chunk, p, total, True)
         else:
             tmem_store(rows, [Int32(0)] * (CHUNK // 2), rows.scores + chunk * (CHUNK // 2), Int32)
@@ -424,7 +424,7 @@ def online_tile(kernel, rows: Rows, j, kind, source, count, state):
             _rescale_output(kernel, rows, factor)
     # A row that has met masked keys alone: its weights are 2^-inf whatever is subtracted.
     subtracted = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-    total, pairs = (sum0, sum1), _pairs(scores)
+    total, pairs = (sum0, sum1), pairs_of(scores)
     for part in cutlass.range_constexpr(kernel.p_parts):
         total, packed = _shifted_part(pairs, part, (slope, slope), (-subtracted, -subtracted), total)
         _store_part(kernel, rows, packed, part)
@@ -452,8 +452,8 @@ def _logits_in_place(kernel, rows, j, kind, bias_source):
     """Scores in TMEM to base-2 exponents with the mask added."""
     keys = key_range(kernel, rows, j, kind)
     for chunk in cutlass.range(CHUNKS, unroll=1):
-        scores = _pairs(tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK))
-        bias = _pairs(chunk_bias(kernel, rows, j, chunk, kind, keys, bias_source))
+        scores = pairs_of(tmem_load(rows, rows.scores + chunk * CHUNK, CHUNK))
+        bias = pairs_of(chunk_bias(kernel, rows, j, chunk, kind, keys, bias_source))
         gain = kernel.scale * sc.LOG2_E
         if cutlass.const_expr(kernel.softcap is not None):
             softcap = sc.Softcap(kernel.scale, kernel.softcap)
@@ -472,57 +472,7 @@ def _rescale_output(kernel, rows, factor):
     step = 16
     for chunk in cutlass.range(kernel.head_dim // step, unroll=1):
         pointer = rows.accumulator + chunk * step
-        output = _pairs(tmem_load(rows, pointer, step))
+        output = pairs_of(tmem_load(rows, pointer, step))
         scaled = [cute.arch.mul_packed_f32x2(o, (factor, factor)) for o in output]
         tmem_store(rows, [v for pair in scaled for v in pair], pointer)
         cute.arch.fence_view_async_tmem_store()
-
-
-def _scaled_output(rows, column, factor, packed):
-    for c, o in enumerate(_pairs(tmem_load(rows, rows.output + column, CHUNK))):
-        packed[c] = pack_bf16(*cute.arch.mul_packed_f32x2(o, (factor, factor)))
-
-
-# ---- epilogue ----------------------------------------------------------------------------------------------
-
-
-@cute.jit
-def write_output(kernel, rows: Rows, sO, out, coordinate, ready, denominator, started):
-    """O / denominator as bf16 through shared memory, one TMA store a warp; zeros where the row attended to
-    nothing.
-
-    sO: (32, columns, warp); out: TMA atom and (S, D, (H, B)) tensor; coordinate: (block of columns, head,
-    batch); ready: the query tile's q_full and o_full. TMA clips the rows beyond the sequence.
-    """
-    columns = kernel.o_columns
-    warp = rows.group * (TILE // WARP) + rows.warp
-    mine = sO[rows.lane, None, warp]
-    inverse = cutlass.select_(denominator > 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))
-    q_full, o_full = ready
-    if started:
-        cute.arch.mbarrier_wait(o_full, 0)
-        fence_after_sync()
-    else:
-        # The memory is q's, which no product has waited for.
-        cute.arch.mbarrier_wait(q_full, 0)
-    for i in cutlass.range_constexpr(columns // CHUNK):
-        rounded = cute.make_rmem_tensor((CHUNK,), BFloat16)
-        pairs = cute.make_layout(CHUNK // 2)
-        packed = cute.make_tensor(cute.recast_ptr(rounded.iterator, dtype=Int32), pairs)
-        packed.fill(0)
-        if started:
-            _scaled_output(rows, i * CHUNK, inverse, packed)
-        cute.autovec_copy(rounded, cute.local_tile(mine, (CHUNK,), (i,)))
-    cute.arch.fence_view_async_shared()
-    cute.arch.sync_warp()
-    atom, mO = out
-    column, head, batch = coordinate
-    gO = cute.local_tile(mO[None, None, (head, batch)], (WARP, columns), (None, column))
-    tOsO, tOgO = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
-    )
-    # One thread stores, and waits: bulk groups are a thread's own.
-    with cute.arch.elect_one():
-        cute.copy(atom, tOsO[None, warp], tOgO[None, rows.tile * (TILE // WARP) + rows.warp])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
