@@ -21,7 +21,7 @@ from multiprocessing import get_context
 import torch
 
 from cute_gemma import jit
-from cute_gemma.kernels.sm100.norm_backward import NormBackward
+from cute_gemma.kernels.common.norm_backward import NormBackward
 from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
 from cute_gemma.kernels.sm90.tuning import GemmTuning
 from cute_gemma.workloads import suite_cases

@@ -128,7 +128,7 @@ _FORWARD = {"sm_100a": _sm100_forward, "sm_90a": _sm90_forward}
 
 def _sm100_backward() -> BackwardKernels:
     def norm_backward(sizes: Any) -> Any:
-        from .sm100.norm_backward import NormBackward
+        from .common.norm_backward import NormBackward
 
         return NormBackward(sizes.head_dim)
 
@@ -139,7 +139,7 @@ def _sm100_backward() -> BackwardKernels:
         return QkvGradients(sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, tuning, norm.tuning)
 
     def rope_backward(heads: int, kv_heads: int, head_dim: int) -> Any:
-        from .sm100.rope_backward import RopeBackward
+        from .common.rope_backward import RopeBackward
 
         return RopeBackward(heads, kv_heads, head_dim)
 
@@ -149,7 +149,7 @@ def _sm100_backward() -> BackwardKernels:
 def _sm90_backward() -> BackwardKernels:
     def norm_backward(sizes: Any) -> Any:
         from .sm90.qkv_grads import NORM_TUNING
-        from .sm100.norm_backward import NormBackward
+        from .common.norm_backward import NormBackward
 
         return NormBackward(sizes.head_dim, NORM_TUNING)
 

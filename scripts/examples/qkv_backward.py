@@ -3,7 +3,7 @@
 import torch
 
 from cute_gemma import jit, reference
-from cute_gemma.kernels.sm100.norm_backward import NormBackward
+from cute_gemma.kernels.common.norm_backward import NormBackward
 from cute_gemma.kernels.sm100.qkv_grads import QkvGradients
 
 B, S, C, H, KV, D = 2, 70, 256, 2, 1, 128

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cute_gemma import jit, reference
 from cute_gemma.emulator import Options
-from cute_gemma.kernels.sm100.norm_backward import NormBackward, NormBackwardTuning, chunk_rows
-from cute_gemma.kernels.sm100.rope_backward import RopeBackward
+from cute_gemma.kernels.common.norm_backward import NormBackward, NormBackwardTuning, chunk_rows
+from cute_gemma.kernels.common.rope_backward import RopeBackward
 
 TARGET = "sm_100a"
 SCHEDULES = ("lazy", "random:1", "random:2", "random:3")

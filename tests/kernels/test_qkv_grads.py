@@ -13,9 +13,9 @@ from cute_gemma import jit
 from cute_gemma.emulator import Options
 from cute_gemma.jit.signature import ScalarArg, TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_filled
+from cute_gemma.kernels.common.norm_backward import chunk_rows
 from cute_gemma.kernels.common.schedule import Section
 from cute_gemma.kernels.sm100.gemm import GemmTuning
-from cute_gemma.kernels.sm100.norm_backward import chunk_rows
 from cute_gemma.kernels.sm100.qkv_grads import QkvGradients, default_tuning
 from cute_gemma.workloads import suite_cases
 

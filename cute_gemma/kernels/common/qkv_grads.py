@@ -29,8 +29,8 @@ from cutlass import Float32
 from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_filled
 from cute_gemma.kernels.common.gemm import BLOCK_K, WARP, Workspace
+from cute_gemma.kernels.common.norm_backward import chunk_rows
 from cute_gemma.kernels.common.schedule import Section, plan
-from cute_gemma.kernels.sm100.norm_backward import chunk_rows
 
 WGRAD, DGRAD = 0, 1  # kinds of tile, and the numbers of their sections
 BLOCK_M = 128  # rows of a block of A

@@ -18,10 +18,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 from cute_gemma.kernels.common.filled_schedule import makespan
 from cute_gemma.kernels.common.gemm import TmaTensor
+from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, GradientLoads, QkvGradientsBase
 from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm100.gemm import EPILOGUE_WARPS, PersistentGemm
-from cute_gemma.kernels.sm100.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.sm100.tuning import BLOCK_K, EPILOGUE_CYCLES, SM_COUNT, GemmTuning, block_cycles
 
 

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
 from ...jit.signature import Signature, TensorArg
-from ..common import f32x2
+from . import f32x2
 
 VECTOR = 8  # bf16 elements in 16 bytes, the widest access of one thread
 
