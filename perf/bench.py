@@ -84,27 +84,21 @@ def entrants(builders: Mapping[str, Callable], judge: Judge | None, *arguments: 
 class Bench:
     """One run: its options, what it has measured, and the file that holds it from the first case on."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.timer = GraphTimer(options.seconds)
+    def __init__(
+        self, options: argparse.Namespace, timer: Any, span_timer: Any, card: Mapping, device: str = "cuda"
+    ) -> None:
+        """timer, span_timer: as in measure.py. card: what `facts` and `peaks` say of the GPU."""
+        self.options, self.timer, self.span_timer, self.device = options, timer, span_timer, device
         self.kept: dict[SuiteCase, dict[str, Callable]] = {}
         self.result = {
             "schema": records.SCHEMA,
             "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "seed": options.seed,
             "protocols": {name: PROTOCOLS[name] for name in options.protocols},
-            "facts": facts() | {"target": options.target},
-            "peaks": measure_peaks() | {"graph_floor_us": self._floor()},
+            **card,
             "cases": [],
             "summary": {},
         }
-        print({"facts": self.result["facts"], "peaks": self.result["peaks"]}, flush=True)
-
-    def _floor(self) -> float:
-        """What the graph protocol reads for one kernel with next to nothing to do."""
-        one = torch.zeros(1, device="cuda")
-        times, _ = self.timer.sample({"floor": self.timer.capture(lambda: (one.add_(1),))})
-        return times["floor"].us
 
     def add(
         self, case: SuiteCase, launch: str | None, protocol: str, work: bounds.Work, timed: tuple[dict, str]
@@ -125,12 +119,16 @@ class Bench:
             if "unavailable" in entry or entry.get("passed") is False:
                 print(f"  {name}: {entry.get('unavailable') or entry['checks']}", flush=True)
 
+    def inputs(self, problem: Workload, batch: int, seq: int) -> Any:
+        """The suite's draw."""
+        return problem.make_inputs("suite", batch, seq, self.options.seed).to(self.device)
+
     def graph_case(self, case: SuiteCase) -> None:
         """Checks a case's contestants and times them by the protocol "graph"; keeps the right ones for
         "span"."""
         number, batch, seq = case
         problem = workload(number)
-        inputs = problem.make_inputs("suite", batch, seq, self.options.seed).to("cuda")
+        inputs = self.inputs(problem, batch, seq)
         judge = case_judge(problem, inputs, case_for(number, batch, seq))
         builders = {name: build for name, build in peers.PEERS[number].items() if name in self.options.peers}
         contestants = entrants(builders, judge, inputs, problem.config)
@@ -150,9 +148,8 @@ class Bench:
 
     def span_cases(self) -> None:
         """Times by the protocol "span" what graph_case kept; last: a profiler may leave traces."""
-        timer = SpanTimer(self.options.reps)
         for case, calls in self.kept.items():
-            times, state = timer.sample(calls)
+            times, state = self.span_timer.sample(calls)
             entries = {name: {"passed": True, "checks": []} | asdict(taken) for name, taken in times.items()}
             number, batch, seq = case
             work = bounds.call_work(number, workload(number).config, batch, seq)
@@ -163,7 +160,7 @@ class Bench:
         case."""
         problem = workload(number)
         batch, seq = min(((c.batch_size, c.seq_len) for c in suite_cases(number)), key=math.prod)
-        inputs = problem.make_inputs("suite", batch, seq).to("cuda")
+        inputs = self.inputs(problem, batch, seq)
         call = our_calls(problem, inputs, self.options.target)[records.OURS]
         plan = self._plan(number, inputs)
         plan.run()
@@ -182,7 +179,7 @@ class Bench:
     def launches(self, number: str) -> None:
         """Times each launch of the largest case by itself, by the protocol "graph", against libraries."""
         problem, case = workload(number), (number, *LARGEST)
-        inputs = problem.make_inputs("suite", *LARGEST, self.options.seed).to("cuda")
+        inputs = self.inputs(problem, *LARGEST)
         plan = self._plan(number, inputs)
         plan.run()
         checks = case_judge(problem, inputs, case_for(*case))(as_tuple(plan.output))
@@ -280,7 +277,13 @@ def main() -> int:
     start = time.perf_counter()
     compile_all([*options.cases, *whole], options.target, options.peers)
     with torch.no_grad():
-        bench = Bench(options)
+        timer = GraphTimer(options.seconds)
+        card = {
+            "facts": facts() | {"target": options.target},
+            "peaks": measure_peaks() | {"graph_floor_us": timer.floor_us()},
+        }
+        print(card, flush=True)
+        bench = Bench(options, timer, SpanTimer(options.reps), card)
         for case in options.cases:
             bench.graph_case(case)
         for number in numbers:

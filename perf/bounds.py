@@ -53,11 +53,11 @@ class Card:
 
 # SMs and dense bf16 rates: data sheets (2.25 and 0.99 PFLOP/s). 16 special functions, 128 fp32 lanes, 4
 # schedulers and 128 bytes of shared memory an SM and clock: CUDA C++ Programming Guide, arithmetic
-# instructions and shared memory. L2: kernels/sm100/tuning.py (the port's width) and kernels/sm90/tuning.py
-# (measured). Memory: B200's data sheet; H200's is a measured copy. 1.5 GHz is what the public suite locks a
-# B200 to, 1.85 about its boost.
+# instructions and shared memory. L2: measured on an H200 (kernels/sm90/tuning.py), taken to be no less on a
+# B200. Memory: B200's data sheet; H200's is a measured copy. 1.5 GHz is what the public suite locks a B200
+# to, 1.85 about its boost.
 CARDS: Mapping[str, Card] = {
-    "sm_100a": Card("B200", 148, 8192, 16, 128, 4, 128, 64, 8.0, (1.5, 1.85)),
+    "sm_100a": Card("B200", 148, 8192, 16, 128, 4, 128, 90, 8.0, (1.5, 1.85)),
     "sm_90a": Card("H200", 132, 4096, 16, 128, 4, 128, 90, 4.29, (1.55, 1.75)),
 }
 

@@ -99,6 +99,12 @@ class GraphTimer:
                 outputs = call()
         return Replay(graph.replay, outputs)
 
+    def floor_us(self) -> float:
+        """What this protocol reads for one kernel with next to nothing to do."""
+        one = torch.zeros(1, device="cuda")
+        times, _ = self.sample({"floor": self.capture(lambda: (one.add_(1),))})
+        return times["floor"].us
+
     def sample(self, replays: Mapping[str, Replay]) -> tuple[dict[str, Times], str]:
         """Times by name, and the card's state while it was busy with them."""
         names = list(replays)
@@ -158,7 +164,7 @@ class SpanTimer:
         activities = [
             (event.name, event.time_range.start, event.time_range.end)
             for event in profiler.events()
-            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+            if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         ]
         spans = split_spans(activities, self.reps * len(calls))
         by_name = {name: spans[index :: len(calls)] for index, name in enumerate(calls)}
@@ -225,13 +231,14 @@ def _median_us(call: Callable[[], object], warm: int = 60, reps: int = 60) -> fl
 
 
 def card_state() -> str:
-    """nvidia-smi's reading of _SMI, or why there is none."""
+    """nvidia-smi's reading of _SMI for the current GPU, or why there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
     try:
         uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, AssertionError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"no reading: {type(error).__name__}"
+        done = subprocess.run([*command, f"--id=GPU-{uuid}"], capture_output=True, text=True, timeout=10)
+    except (OSError, AttributeError, AssertionError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"no reading: {type(error).__name__}: {error}"
+    return done.stdout.strip() if done.returncode == 0 else f"no reading: {done.stdout}{done.stderr}".strip()
 
 
 def facts() -> dict:

@@ -213,7 +213,8 @@ def library_qkv(inputs: ForwardInputs, config: AttentionConfig) -> Call:
 
 def library_output(inputs: ForwardInputs, config: AttentionConfig) -> Call:
     """cuBLAS: the output projection, of random rows."""
-    rows = torch.randn(*inputs.hidden_states.shape[:2], config.q_width, device="cuda").bfloat16()
+    like = inputs.hidden_states
+    rows = torch.randn(*like.shape[:2], config.q_width, device=like.device).bfloat16()
     return lambda: (F.linear(rows, inputs.o_proj_weight),)
 
 
@@ -222,7 +223,7 @@ def library_gradients(inputs: BackwardInputs, config: AttentionConfig) -> Call:
     side by side."""
     rows = inputs.hidden_states.flatten(0, 1)
     weight = torch.cat((inputs.q_weight, inputs.k_weight, inputs.v_weight))
-    gradients = torch.randn(rows.shape[0], weight.shape[0], device="cuda").bfloat16()
+    gradients = torch.randn(rows.shape[0], weight.shape[0], device=rows.device).bfloat16()
     return lambda: (gradients @ weight, gradients.T @ rows)
 
 

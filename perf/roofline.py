@@ -125,8 +125,9 @@ def operand_bytes_a_flop(kernel: Any, target: str) -> float:
 def unit_times(counts: Counts, card: Card, ghz: float) -> dict[str, float]:
     """Microseconds that each unit is busy at least, all SMs that have a CTA sharing the work evenly.
 
-    l2: what TMA moves, or each sector once where that is more. dram: each sector once, though later
-    launches of a call find much of it in L2.
+    smem: operands of matrix instructions and accesses of threads; whether TMA's writes take turns with
+    those is not known, so they are left out. l2: what TMA moves, or each sector once where that is more.
+    dram: each sector once, though later launches of a call find much of it in L2.
     """
     sms = min(card.sms, counts.ctas)
     bytes_touched = counts.sectors * SECTOR
@@ -135,7 +136,7 @@ def unit_times(counts: Counts, card: Card, ghz: float) -> dict[str, float]:
         "mufu": counts.mufu / card.mufu,
         "fma": counts.fma / card.fma,
         "issue": counts.issued / card.issue,
-        "smem": (counts.wavefronts * WAVEFRONT + counts.tma_bytes + counts.operand_bytes) / card.smem_bytes,
+        "smem": (counts.wavefronts * WAVEFRONT + counts.operand_bytes) / card.smem_bytes,
         "l2": max(counts.tma_bytes, bytes_touched) / card.l2_bytes,
     }
     times = {unit: n / sms / ghz * 1e-3 for unit, n in cycles.items()}

@@ -32,7 +32,7 @@ import torch
 from bench import card_target
 from contest import Contestant, reference_judge, time_contestants
 from measure import GraphTimer
-from prepare import compile_kernel, pool
+from prepare import compile_kernel, compile_kernels, kernels_of, pool
 
 from cute_gemma.cli.common import table
 from cute_gemma.plans import Plan, PlanBuilder, Step, Workspace
@@ -203,39 +203,24 @@ def show(rows: Sequence[dict]) -> str:
 
 
 def profile(options: argparse.Namespace) -> list[dict]:
-    """A row of COLUMNS for each launch of the cases, by Nsight Compute. Raises RuntimeError where it
-    fails."""
-    ncu = shutil.which("ncu")
-    if ncu is None:
+    """A row of COLUMNS for each launch of the cases, by Nsight Compute. Raises RuntimeError if it fails."""
+    if shutil.which("ncu") is None:
         raise RuntimeError("--ncu: ncu is not on the PATH")
+    # Compiled here, several at a time, so that the profiled process only loads.
+    compile_kernels(
+        (kernel for case in options.sizes for kernel in kernels_of(*case, options.target)), options.target
+    )
     with tempfile.TemporaryDirectory() as folder:
         manifest, log = Path(folder) / "launches.json", Path(folder) / "ncu.csv"
-        command = [
-            ncu,
-            "--clock-control",
-            "none",
-            "--profile-from-start",
-            "off",
-            "--csv",
-            "--page",
-            "raw",
-            "--log-file",
-            str(log),
-        ]
-        command += [
-            "--metrics",
-            ",".join(METRICS.values()),
-            sys.executable,
-            __file__,
-            options.workload,
-            options.cases,
-        ]
-        command += ["--inputs", options.inputs, "--target", options.target, "--drive", str(manifest)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not log.exists():
-            tail = log.read_text()[-2000:] if log.exists() else ""
-            raise RuntimeError(f"ncu failed ({done.returncode}): {done.stderr[-2000:]}{tail}")
-        return parse_ncu(log.read_text(), json.loads(manifest.read_text()))
+        driven = [sys.executable, __file__, options.workload, options.cases, "--inputs", options.inputs]
+        driven += ["--target", options.target, "--drive", str(manifest)]
+        command = ["ncu", "--clock-control=none", "--profile-from-start=off", "--csv", "--page=raw"]
+        command += [f"--log-file={log}", f"--metrics={','.join(METRICS.values())}"]
+        done = subprocess.run([*command, *driven], capture_output=True, text=True)
+        output = (log.read_text() if log.exists() else "") + done.stdout
+        if done.returncode:
+            raise RuntimeError(f"ncu failed ({done.returncode}): {done.stderr[-2000:]}{output[-2000:]}")
+        return parse_ncu(output, json.loads(manifest.read_text()))
 
 
 def parse_ncu(text: str, launches: Sequence[dict]) -> list[dict]:

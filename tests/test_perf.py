@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,7 @@ def test_what_is_compiled_beforehand_is_what_the_calls_launch(target):
             inputs = workload(number).make_inputs(kind, 1, 131)
             plan = PLANNERS[number](inputs, workload(number).config, target=target)
             assert {step.kernel for step in plan.steps} <= set(compiled)
+        assert pickle.loads(pickle.dumps(compiled)) == compiled  # they travel to the processes that compile
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
@@ -261,6 +263,41 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
     assert bench.main() == 2
     captured = capsys.readouterr()
     assert "no GPU" in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("number", ["051", pytest.param("047", marks=pytest.mark.slow)])
+def test_a_whole_run_on_emulated_kernels_leaves_a_checked_result(number, monkeypatch, tmp_path, capsys):
+    """Times are made up; everything else, the kernels' results and their checks included, is as on a GPU."""
+    monkeypatch.setattr(bench, "LARGEST", (1, 16))
+    path = tmp_path / "result.json"
+    asked = ["--workload", number, "--cases", "1x16", "--peers", "eager", "--json", str(path)]
+    options = bench.parse(asked)
+    options.target = "sm_100a"
+
+    class FakeSpans:
+        def sample(self, calls):
+            for call in calls.values():
+                assert all(torch.isfinite(out).all() for out in call())
+            return {name: measure.Times(2.0, 2.0, 2.0, 3) for name in calls}, "fake"
+
+    card = {"facts": {"gpu": "none"}, "peaks": {"gemm_tflops": 783.0, "copy_tbps": 4.29}}
+    run = bench.Bench(options, FakeTimer(), FakeSpans(), card, device="cpu")
+    with torch.no_grad():
+        for case in options.cases:
+            run.graph_case(case)
+        run.launches(number)
+        run.span_cases()
+    cases = records.load(path)["cases"]
+    assert all(records.ours_right(case) for case in cases)
+    names = {"051": {"eager", "ours"}, "047": {"eager", "ours", "ours, mask tensor"}}
+    assert set(cases[0]["contestants"]) == names[number]
+    assert [case["protocol"] for case in cases if not case["launch"]] == ["graph", "span"]
+    launches = {
+        "051": ["norm backward", "gradients"],
+        "047": ["qkv projection", "output projection", "attention", "attention, no softcap"],
+    }
+    assert [case["launch"] for case in cases if case["launch"]] == launches[number]
+    assert "WRONG" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
