@@ -86,7 +86,7 @@ Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t co
 // Strict checks: the async proxy signals only barriers whose initialisation a fence.mbarrier_init or
 // fence.proxy.async follows.
 int mbar_init_fenced(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) {
-  if (w->launch->hazards < 2) return 1;
+  if (w->launch->hazards != HAZARDS_STRICT) return 1;
   const uint32_t index = b->init_comp % cta->cluster->nwarps, per = w->launch->nwarps;
   if (cta->cluster->ctas[index / per].states[index % per].fenced_inits >= b->init_epoch) return 1;
   fault(w, op, FAULT_PROXY_FENCE, "advice: signals the mbarrier at 0x%x of CTA rank %u, initialised at PTX "
@@ -297,7 +297,6 @@ static void named_complete(Warp *w, NamedBarrier *b, uint32_t id) {
   b->result_any = b->any, b->result_all = !b->some_false, b->result_count = b->count;
   b->arrived = b->any = b->some_false = b->count = 0;
   b->expected = 0;
-  b->generation++;
   if (tracing) trace_complete(&b->stamp);
   if (w->launch->hazards) {
     Cluster *c = cluster_of(w);
@@ -359,7 +358,6 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
     b->count += (uint32_t)__builtin_popcount(p);
   }
   b->arrived += LANES;
-  uint32_t generation = b->generation;
   if (b->arrived > threads)
     return fault(w, op, FAULT_BARRIER, "barrier %u: %u threads arrive where %u are expected", id, b->arrived,
                  threads);
@@ -372,7 +370,7 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
     return ST_NEXT;
   }
   if (kind == 1) return ST_NEXT;
-  return block(w, op, &(Waiting){.kind = WAIT_NAMED, .id = id, .generation = generation});
+  return block(w, op, &(Waiting){.kind = WAIT_NAMED, .id = id});
 }
 
 // ---------------------------------------------------------------- barrier.cluster

@@ -74,7 +74,7 @@ typedef struct {                    // an mbarrier
 } Mbarrier;
 
 typedef struct {
-  uint32_t expected, arrived, generation;
+  uint32_t expected, arrived;
   uint32_t any, some_false, count;  // the reduction so far: some true, some false, number of true lanes
   uint32_t result_any, result_all, result_count;
   ClockId cur, done;
@@ -88,8 +88,7 @@ typedef enum { WAIT_NONE, WAIT_MBAR, WAIT_NAMED, WAIT_CLUSTER, WAIT_TMEM, WAIT_W
 
 typedef struct {                    // what a split waits for
   WaitKind kind; uint8_t woken;
-  // WAIT_NAMED, WAIT_CLUSTER: the barrier and its generation when we arrived
-  uint32_t line, id, generation;
+  uint32_t line, id;                // WAIT_NAMED: the barrier; WAIT_WGMMA: the warpgroup
   Mbarrier *mbar; Cta *mbar_cta; uint32_t parity;    // WAIT_MBAR
 } Waiting;
 
@@ -167,7 +166,7 @@ struct Cluster {
 typedef enum {
   A_TMA_LOAD, A_TMA_STORE, A_BULK_LOAD, A_BULK_STORE, A_BULK_DSMEM, A_ARRIVE, A_CP_ASYNC, A_MMA, A_COMMIT,
       A_TMEM_CP, A_TMEM_LD,
-  A_TMEM_ST, A_WGMMA, A_CLC
+  A_WGMMA, A_CLC
 } AsyncKind;
 
 typedef struct {                    // a decoded tensor map
@@ -204,7 +203,7 @@ struct Launch {
   struct Footprint *footprint; const struct Footprint *previous;
   uint32_t last_region;
   struct GlobalSync *sync;
-  uint64_t progress, progress_seen, turns;
+  uint64_t progress, turns;
   uint32_t hazards;
   MapCache map_cache[64];
 };
