@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_gemma import jit
-from cute_gemma.kernels.sm100.attention import Attention, AttentionTuning, MaskedAttention
+from cute_gemma.kernels.sm100.attention import Attention, AttentionTuning, MaskedAttention, default_tuning
 
 from attention_cases import bits, block_diagonal, errors, masks, run, suite_qkv
 
@@ -334,6 +334,14 @@ def test_bad_configurations_are_named(changes, message):
 def test_bad_tunings_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         AttentionTuning(**changes)
+
+
+def test_default_tuning_takes_one_query_tile_where_blocks_are_few_or_heads_wide():
+    assert default_tuning(128).query_tiles == 2
+    assert default_tuning(128, blocks=2 * 148).query_tiles == 1
+    assert default_tuning(128, blocks=2 * 148 + 1).query_tiles == 2
+    assert default_tuning(128, blocks=100, sm_count=40).query_tiles == 2
+    assert default_tuning(256).query_tiles == default_tuning(256, blocks=10**6).query_tiles == 1
 
 
 def test_shared_memory_is_what_the_launch_takes():

@@ -74,10 +74,15 @@ class AttentionTuning:
                 raise ValueError(f"{name}: got {getattr(self, name)}, want 0 to 64")
 
 
-def default_tuning(head_dim: int) -> AttentionTuning:
-    """Two query tiles where two O of head_dim columns fit in TMEM beside two S: each key tile is then read
-    from shared memory for 256 rows."""
-    return AttentionTuning(query_tiles=2 if head_dim <= 128 else 1)
+def default_tuning(head_dim: int, blocks: int | None = None, sm_count: int = 148) -> AttentionTuning:
+    """The tuning for a call with `blocks` 256-row query blocks, heads * B * ceil(S / 256); None for many.
+
+    Two query tiles a CTA halve the traffic of keys and values from L2, where two O of head_dim columns fit in
+    TMEM beside two S. One tile makes twice as many CTAs, half as long: for grids of two waves or fewer, where
+    the longest CTA (a causal block's last) decides, that ends sooner.
+    """
+    few = blocks is not None and blocks <= 2 * sm_count
+    return AttentionTuning(query_tiles=1 if few or head_dim > 128 else 2)
 
 
 @dataclass(frozen=True)
