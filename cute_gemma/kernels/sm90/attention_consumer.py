@@ -7,6 +7,7 @@ its values; then it waits for the scores of block i + 1, which were issued a blo
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -297,7 +298,7 @@ def _weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass.Con
 def _clean_weights(kernel, me, half, first):
     rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
     if kernel.fixed_shift:
-        softmax.capped_weights(rS, rP, me.sums, me.level, kernel.cap)
+        softmax.capped_weights(rS, rP, me.sums, me.level, kernel.cap, kernel.lead == 2)
     else:
         exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, None, first)
@@ -310,7 +311,7 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
     key = tile.j * TILE + (1 - half) * ROWS + 2 * (me.thread & 3)  # of this thread's first element
     view = softmax.View(*_range(kernel, unit, tile, key), None)
     if cutlass.const_expr(kernel.mask == "tensor"):
-        view = softmax.View(None, None, _bias(rS, unit, tile, key, view))
+        view = softmax.View(None, None, partial(_bias, unit, tile, key, view))
     if cutlass.const_expr(kernel.fixed_shift):
         softmax.capped_weights_within(rS, rP, me.sums, kernel.cap, view)
     else:
@@ -332,21 +333,22 @@ def _range(kernel, unit, tile, key):
 
 
 @cute.jit
-def _bias(rS, unit, tile, key, view):
-    """What is added to each exponent under a mask tensor, -inf where the key is hidden."""
-    bias = cute.make_rmem_tensor((cute.size(rS),), Float32)
+def _bias(unit, tile, key, view, c: cutlass.Constexpr):
+    """What is added to the exponents of elements from c on under a mask tensor, -inf where the key is hidden."""
+    bias = cute.make_rmem_tensor((softmax.BIAS_CHUNK,), Float32)
     if tile.kind == MIXED:
-        for c in cutlass.range_constexpr(cute.size(rS)):
-            row, column = cutlass.min(unit.row + 8 * ((c // 2) % 2), unit.s - 1), key + 8 * (c // 4) + c % 2
+        for i in cutlass.range_constexpr(softmax.BIAS_CHUNK):
+            e = c + i
+            row, column = cutlass.min(unit.row + 8 * ((e // 2) % 2), unit.s - 1), key + 8 * (e // 4) + e % 2
             value = entry_value(unit.entries[row, cutlass.min(column, unit.s - 1)])
             hidden = Boolean(value <= MASKED_AT_OR_BELOW) | Boolean(column >= unit.s)
             # The difference first: it is exact where entries are close, however large they are.
-            shifted = (value + unit.shift[(c // 2) % 2]) * LOG2_E
-            bias[c] = cutlass.select_(hidden, Float32(-Float32.inf), shifted)
+            shifted = (value + unit.shift[(e // 2) % 2]) * LOG2_E
+            bias[i] = cutlass.select_(hidden, Float32(-Float32.inf), shifted)
     else:
-        for c in cutlass.range_constexpr(cute.size(rS)):
-            shifted = unit.shift[(c // 2) % 2] * LOG2_E
-            bias[c] = cutlass.select_(softmax.seen(view, c), shifted, Float32(-Float32.inf))
+        for i in cutlass.range_constexpr(softmax.BIAS_CHUNK):
+            shifted = unit.shift[((c + i) // 2) % 2] * LOG2_E
+            bias[i] = cutlass.select_(softmax.seen(view, c + i), shifted, Float32(-Float32.inf))
     return bias
 
 

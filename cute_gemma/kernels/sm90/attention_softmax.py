@@ -14,6 +14,7 @@ half a conversion; without cap 1, 1, 1 and a half. While the tensor core runs, a
 than one operand a cycle to anything else, so operands count as much as instructions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +30,7 @@ from cute_gemma.kernels.common.softmax import pack_bf16, unpack_bf16
 ROWS = 2  # rows a thread holds
 # How the work of a block is paced (see _sum_and_pack): elements of a group, and groups that may be under way besides.
 GROUP, LAG = 4, 2
+BIAS_CHUNK = 8  # elements whose biases are in registers at a time
 # A weight this far below the sum of its row, as a power of 2, is lost in it, even a million times over.
 NEGLIGIBLE = 30
 # A polynomial is of use where the end of its range is this large a base-2 exponent: then ordinary sums, from 2^-10 to
@@ -66,12 +68,12 @@ class Quintic:
 @dataclass(frozen=True)
 class View:
     """What a thread's rows may see of a block. Either first and last, column ranges of its two rows less its own first column
-    (first is None without a window): element c is seen while 8 * (c // 4) + c % 2 is in the range of row (c // 2) % 2; or bias,
-    which is added to each element's exponent, -inf where that is hidden."""
+    (first is None without a window): element c is seen while 8 * (c // 4) + c % 2 is in the range of row (c // 2) % 2. Or bias:
+    a function that gives, for elements c .. c + BIAS_CHUNK - 1, what is added to their exponents, -inf where they are hidden."""
 
     first: tuple | None
     last: tuple | None
-    bias: cute.Tensor | None
+    bias: Callable[[int], cute.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,15 @@ def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
     alone, ptxas puts all polynomials first and leaves a tail of ex2; so it cannot run ahead, and all units have work
     throughout. An infinite or undefined sum spoils the constant, and shows in the sums for that.
     """
-    part, history, constants = [None] * ROWS, [], [None] * ROWS
+    part, history, constants, bias = [None] * ROWS, [], [None] * ROWS, None
     for c in range(0, cute.size(rS), 2):
         row = (c // 2) % ROWS
+        bias = _bias_from(view, c, bias)
         if pace is not None and c % GROUP == 0:
             history.append(list(part))
             if len(history) > LAG and history[-1 - LAG][0] is not None:
                 constants = [cute.math.fma(x, Float32(0.0), Float32(pace)) for x in history[-1 - LAG]]
-        p = [_weight(rS, e, exponent, constants[row], shift, view) for e in (c, c + 1)]
+        p = [_weight(rS, e, exponent, constants[row], shift, view, bias) for e in (c, c + 1)]
         rP[c // 2] = pack_bf16(*p)
         if view is not None:
             p = unpack_bf16(rP[c // 2])
@@ -160,13 +163,20 @@ def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
         tile[row] = part[row]
 
 
-def _weight(rS, e, exponent, constant, shift, view):
+def _bias_from(view, c, bias):
+    """The chunk of biases that element c lies in; `bias`, the chunk before, if it still does."""
+    if view is None or view.bias is None:
+        return None
+    return view.bias(c) if c % BIAS_CHUNK == 0 else bias
+
+
+def _weight(rS, e, exponent, constant, shift, view, bias):
     a, b = exponent(rS[e], constant)
     shift = None if shift is None else shift[(e // 2) % ROWS]
-    if view is not None and view.bias is not None:
-        shift = view.bias[e] if shift is None else shift + view.bias[e]
+    if bias is not None:
+        shift = bias[e % BIAS_CHUNK] if shift is None else shift + bias[e % BIAS_CHUNK]
     weight = exp2(a * b if shift is None else cute.math.fma(a, b, shift))
-    if view is None or view.bias is not None:
+    if view is None or bias is not None:
         return weight
     return cutlass.select_(seen(view, e), weight, Float32(0.0))
 
@@ -195,7 +205,7 @@ def any_exponent(scale: float, cap: float | None):
 
 
 @cute.jit
-def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr):
+def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr, paced: cutlass.Constexpr):
     """Weights of a block without hidden keys: rP, an Int32 view of the A operand, and sums[row] += theirs.
 
     level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit.
@@ -204,7 +214,7 @@ def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr):
     for i in cutlass.range_constexpr(WIDE):
         if cutlass.const_expr(i in usable_levels(softcap)):
             if level[0] == i:
-                _sum_and_pack(rS, rP, tile, _at_level(softcap, i), pace=_pace(softcap, i))
+                _sum_and_pack(rS, rP, tile, _at_level(softcap, i), pace=_pace(softcap, i, paced))
                 if not _in_range(tile, softcap.exponent_limit(TANH_FITS[i])):
                     level[0] = Int32(i + 1)
     if level[0] == WIDE:
@@ -213,8 +223,8 @@ def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr):
         sums[row] = settle(sums[row] + tile[row])
 
 
-def _pace(softcap, i):
-    return None if i else Quintic(softcap).constants[0]
+def _pace(softcap, i, paced):
+    return Quintic(softcap).constants[0] if paced and i == 0 else None
 
 
 def _at_level(softcap, i):
@@ -278,10 +288,7 @@ def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view, first: c
 @cute.jit
 def _raise_shifts(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view):
     """Shifts from the block's largest exponents where these are larger, its weights with them, and how to rescale O."""
-    tops = [Float32(-Float32.inf)] * ROWS
-    for c in cutlass.range_constexpr(cute.size(rS)):
-        row = (c // 2) % ROWS
-        tops[row] = cute.arch.fmax(tops[row], _exponent_in_view(rS, c, exponent, view))
+    tops = _largest_exponents(rS, exponent, view)
     for row in cutlass.range_constexpr(ROWS):
         top = tops[row]
         for offset in cutlass.range_constexpr(2):  # a row's columns lie in four lanes
@@ -296,10 +303,15 @@ def _raise_shifts(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view):
     lazy.raised[0] = Int32(1)
 
 
-def _exponent_in_view(rS, c, exponent, view):
-    a, b = exponent(rS[c])
-    if view is None:
-        return a * b
-    if view.bias is not None:
-        return cute.math.fma(a, b, view.bias[c])
-    return cutlass.select_(seen(view, c), a * b, Float32(-Float32.inf))
+def _largest_exponents(rS, exponent, view):
+    """The thread's largest exponent in each row, -inf where it sees no key."""
+    tops, bias = [Float32(-Float32.inf)] * ROWS, None
+    for c in range(cute.size(rS)):
+        bias = _bias_from(view, c, bias)
+        a, b = exponent(rS[c])
+        if bias is not None:
+            y = cute.math.fma(a, b, bias[c % BIAS_CHUNK])
+        else:
+            y = a * b if view is None else cutlass.select_(seen(view, c), a * b, Float32(-Float32.inf))
+        tops[(c // 2) % ROWS] = cute.arch.fmax(tops[(c // 2) % ROWS], y)
+    return tops
