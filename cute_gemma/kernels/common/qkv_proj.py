@@ -88,7 +88,7 @@ class SavedRow:
 
 @dataclass(frozen=True)
 class QKVLoads:
-    """Weights do not depend on the preceding kernel, x does. kernel: for its tiles' places."""
+    """kernel: for its tiles' places."""
 
     x: Any
     weights: tuple
@@ -116,6 +116,9 @@ class QKVProjectionBase:
     save_for_backward: also write rstd and normed of q and k (needs qk_norm). Raises ValueError for sizes it
     does not support.
     """
+
+    # First in a call: the kernel before it is someone else's, and may have written the weights.
+    programmatic = False
 
     def check(self) -> None:
         """Raise ValueError for fields that do not go together."""

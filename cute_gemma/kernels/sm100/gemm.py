@@ -96,6 +96,7 @@ class PersistentGemm(GemmBase):
     boxes: int = 2  # 32 x 64 boxes of shared memory an epilogue warp has, see boxes.py
     clusters: bool = False  # whether loads and epilogue place rows by rank, as tuning.cluster_m > 1 needs
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
+    programmatic: bool = True  # launched with PDL: the kernel before it must not write what `early` loads
 
     # ---- shapes -------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class PersistentGemm(GemmBase):
             cluster=(ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas holds registers down, and spills
-            use_pdl=True,
+            use_pdl=self.programmatic,
         )
 
     # ---- device entry -------------------------------------------------------------------------------------

@@ -159,6 +159,7 @@ class PersistentGemm(GemmBase):
     operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
     boxes: int = 2  # 16 x 64 boxes of shared memory a consumer warp has, see boxes.py
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
+    programmatic: bool = True  # launched with PDL: the kernel before it must not write what `early` loads
     defers: bool = (
         False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
     )
@@ -254,7 +255,7 @@ class PersistentGemm(GemmBase):
             cluster=(ctas, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=True,
+            use_pdl=self.programmatic,
         )
 
     # ---- device entry
