@@ -104,7 +104,7 @@ class _Any(ctypes.Structure):
 
 
 # TVMFFITypeIndex and DLDeviceType.
-_ANY_NONE, _ANY_INT, _ANY_BOOL, _ANY_FLOAT, _ANY_DLTENSOR = 0, 1, 2, 3, 7
+_ANY_NONE, _ANY_INT, _ANY_BOOL, _ANY_FLOAT, _ANY_DLTENSOR, _ANY_ARRAY = 0, 1, 2, 3, 7, 71
 _DEVICE_CUDA = 2
 # torch dtype -> DLDataType code and bits.
 _DLPACK_DTYPES = {
@@ -400,9 +400,11 @@ def _to_any(index: int, arg: Any, keep_alive: list[Any]) -> _Any:
         return _Any(_ANY_INT, 0, _AnyValue(v_int64=arg))
     if isinstance(arg, float):
         return _Any(_ANY_FLOAT, 0, _AnyValue(v_float64=arg))
+    if isinstance(arg, tuple):
+        return _to_array(index, arg, keep_alive)
     if not hasattr(arg, "data_ptr"):
         raise TypeError(
-            f"argument {index}: got {type(arg).__name__}, expected a tensor, int, float, bool or None"
+            f"argument {index}: got {type(arg).__name__}, expected a tensor, int, float, bool, None or tuple"
         )
     if getattr(getattr(arg, "device", None), "type", "cpu") != "cpu":
         raise ValueError(f"argument {index}: tensor on {arg.device}, expected one in CPU memory")
@@ -417,3 +419,19 @@ def _to_any(index: int, arg: Any, keep_alive: list[Any]) -> _Any:
     tensor = _DLTensor(arg.data_ptr(), _DEVICE_CUDA, 0, ndim, code, bits, 1, shape, strides, 0)
     keep_alive.extend((shape, strides, tensor, arg))
     return _Any(_ANY_DLTENSOR, 0, _AnyValue(v_ptr=ctypes.addressof(tensor)))
+
+
+def _to_array(index: int, arg: tuple, keep_alive: list[Any]) -> _Any:
+    """A tuple, named or not, of anything but tensors: those in it would keep the device they are on."""
+    import tvm_ffi
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(plain, value))
+        return value is None or type(value) in (bool, int, float)
+
+    if not plain(arg):
+        raise TypeError(f"argument {index}: got {arg!r}, expected ints, floats, bools, None and tuples in it")
+    array = tvm_ffi.convert(arg)
+    keep_alive.append(array)
+    return _Any(_ANY_ARRAY, 0, _AnyValue(v_ptr=array.__chandle__()))

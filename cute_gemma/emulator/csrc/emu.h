@@ -137,7 +137,9 @@ typedef enum {
 Status fault(Warp *w, const Op *op, FaultKind kind, const char *fmt, ...);   // always returns ST_FAULT
 
 // ---------------------------------------------------------------- the launch, as engine.py fills it
-// on, but touching a result of tcgen05.ld waits for it, as the hardware does
+// LaunchDesc.hazards beyond on and off. Scoreboard: on, but touching a result of tcgen05.ld waits for it, as the
+// hardware does
+#define HAZARDS_STRICT 2
 #define HAZARDS_SCOREBOARD 3
 // global memory the launch may touch
 typedef struct { uint64_t base, size; uint32_t writable, index; } Region;

@@ -136,7 +136,7 @@ Agent agent_of(Warp *w, const Op *op) {
 // out.
 Agent tensor_agent(Warp *w, const Op *op) {
   Agent x = agent_of(w, op);
-  if (w->launch->hazards < 2) return x;
+  if (w->launch->hazards != HAZARDS_STRICT) return x;
   x.unfenced = x.g;
   x.g = clock_g(cluster_of(w), state(w)->tensor_clock);
   return x;
@@ -144,12 +144,12 @@ Agent tensor_agent(Warp *w, const Op *op) {
 
 void tensor_waited(Warp *w, uint32_t kind, uint32_t epoch) {
   if (!w->launch->hazards) return;
-  const ClockId id = w->launch->hazards < 2 ? state(w)->clock : state(w)->tensor_clock;
+  const ClockId id = w->launch->hazards != HAZARDS_STRICT ? state(w)->clock : state(w)->tensor_clock;
   clock_g(cluster_of(w), id)[warp_comp(w, kind)] = epoch;
 }
 
 void tensor_fence(Warp *w, int after) {
-  if (w->launch->hazards < 2) return;
+  if (w->launch->hazards != HAZARDS_STRICT) return;
   Cluster *c = cluster_of(w);
   WarpState *s = state(w);
   if (after) {
@@ -201,7 +201,8 @@ static void place(const Cta *cta, const Shadow *s, uint32_t mask, char *out, siz
 }
 
 static const char *missing(const Cluster *c, uint32_t comp) {
-  if (c->launch->hazards > 1 && (comp / c->nwarps == C_TMEM_LD || comp / c->nwarps == C_TMEM_ST))
+  if (c->launch->hazards == HAZARDS_STRICT && (comp / c->nwarps == C_TMEM_LD || comp / c->nwarps ==
+                                               C_TMEM_ST))
     return "tcgen05.wait and tcgen05.fence::before_thread_sync (advice) by that warp, then a barrier, must "
         "come between";
   switch (comp / c->nwarps) {
@@ -301,7 +302,8 @@ static int extra_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agen
   Extra *e = &c->extra[s->more - 1];
   for (uint32_t i = 0; i < (write ? e->count : e->writes); i++) {
     const Access *o = &e->item[i];
-    if ((o->mask & mask) && !access_before(c, x, o->comp, o->epoch, i < e->writes))
+    if ((o->mask & mask) && !(o->strong && x->strong) && !access_before(c, x, o->comp, o->epoch,
+        i < e->writes))
       return conflict(cta, s, o->mask & mask, write, x, o->comp, o->epoch, o->line, i < e->writes);
   }
   for (uint32_t i = e->count; i-- > (write ? 0 : e->writes);) {
@@ -312,7 +314,7 @@ static int extra_touch(Cta *cta, Shadow *s, uint32_t mask, int write, const Agen
     o->mask &= (uint16_t)~mask;
     if (!o->mask) extra_remove(e, i);
   }
-  extra_add(e, (Access){x->epoch, x->line, x->comp, (uint16_t)mask}, write);
+  extra_add(e, (Access){x->epoch, x->line, x->comp, (uint16_t)mask, x->strong}, write);
   if (write) s->init |= (uint16_t)mask;
   if (write && e->count == 1) {
     s->wcomp = x->comp, s->wepoch = x->epoch, s->wline = x->line, s->wmask = (uint16_t)mask, s->rmask = 0;
@@ -332,8 +334,8 @@ static int spill(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) 
     else s->rcomp = x->comp, s->repoch = x->epoch, s->rline = x->line, s->rmask = (uint16_t)mask;
     return 1;
   }
-  if (s->wmask) extra_add(e, (Access){s->wepoch, s->wline, s->wcomp, s->wmask}, 1);
-  if (s->rmask) extra_add(e, (Access){s->repoch, s->rline, s->rcomp, s->rmask}, 0);
+  if (s->wmask) extra_add(e, (Access){s->wepoch, s->wline, s->wcomp, s->wmask, s->tag == TAG_STRONG}, 1);
+  if (s->rmask) extra_add(e, (Access){s->repoch, s->rline, s->rcomp, s->rmask, s->barrier >> 2}, 0);
   return extra_touch(cta, s, mask, write, x);
 }
 
@@ -355,16 +357,26 @@ int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
     return 0;
   }
   if (!write && (mask & ~(uint32_t)s->init)) return uninitialised(cta, s, mask, x);
-  if (write) s->tag = x->tag;
-  if (s->more) return extra_touch(cta, s, mask, write, x);
-  if ((s->wmask & mask) && !access_before(c, x, s->wcomp, s->wepoch, 1))
+  if (s->more) {
+    if (write) s->tag = x->tag;
+    return extra_touch(cta, s, mask, write, x);
+  }
+  const int strong_write = x->strong && s->tag == TAG_STRONG, strong_read = x->strong && s->barrier &
+      R_STRONG;
+  if ((s->wmask & mask) && !strong_write && !access_before(c, x, s->wcomp, s->wepoch, 1))
     return conflict(cta, s, s->wmask & mask, write, x, s->wcomp, s->wepoch, s->wline, 1);
   if (write) {
-    if ((s->rmask & mask) && !access_before(c, x, s->rcomp, s->repoch, 0))
+    if ((s->rmask & mask) && !strong_read && !access_before(c, x, s->rcomp, s->repoch, 0))
       return conflict(cta, s, s->rmask & mask, write, x, s->rcomp, s->repoch, s->rline, 0);
     s->rmask &= (uint16_t)~mask;
+    if (!s->rmask) s->barrier &= (uint8_t)~R_STRONG;
     int same = s->wcomp == x->comp && s->wepoch == x->epoch;
-    if (!same && (s->wmask & ~mask)) return spill(cta, s, mask, write, x);
+    if (!same && (s->wmask & ~mask)) {
+      int done = spill(cta, s, mask, write, x);
+      s->tag = x->tag;
+      return done;
+    }
+    s->tag = x->tag;
     s->wmask = (uint16_t)((same ? s->wmask : 0) | mask);
     s->wcomp = x->comp, s->wepoch = x->epoch, s->wline = x->line;
     s->init |= (uint16_t)mask;
@@ -374,6 +386,7 @@ int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x) {
   else if (!(s->rmask & ~mask) && access_before(c, x, s->rcomp, s->repoch, 0)) s->rmask = (uint16_t)mask;
   else return spill(cta, s, mask, write, x);
   s->rcomp = x->comp, s->repoch = x->epoch, s->rline = x->line;
+  s->barrier = (uint8_t)((s->barrier & ~R_STRONG) | (x->strong ? R_STRONG : 0));
   return 1;
 }
 

@@ -349,7 +349,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
                      .registers = registers,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
     memset(pending, 0, (launch->program->reg_bytes / SLOT / 64 + 1) * sizeof *pending);
-    if (launch->hazards > 1) s->tensor_clock = clock_new(c);
+    if (launch->hazards == HAZARDS_STRICT) s->tensor_clock = clock_new(c);
     if (launch->hazards) {
       s->clock = clock_new(c);
       clock_g(c, s->clock)[warp_comp(w, C_WARP)] = 1;
