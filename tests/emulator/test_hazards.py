@@ -189,3 +189,22 @@ def test_more_registers_wait_for_what_others_give_up():
     run(body, aligned(1, np.uint32), block=384)
     with pytest.raises(emu.DeadlockError, match="setmaxnreg.inc"):
         run(body.replace("232", "248"), aligned(1, np.uint32), block=384)
+
+
+def test_atomics_of_several_warps_on_neighbouring_words_do_not_race():
+    body = """
+    ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; and.b32 %r3, %r1, 3;
+    shl.b32 %r4, %r3, 2; add.u32 %r5, %r2, %r4;
+    setp.gt.u32 %p1, %r1, 3; @%p1 bra GO; st.shared.b32 [%r5], 0; GO: bar.sync 0;
+    red.shared.add.u32 [%r5], %r1; ld.volatile.shared.b32 %r7, [%r5]; atom.shared.add.u32 %r8, [%r5], 1;
+    bar.sync 0; ld.shared.b32 %r6, [%r5];
+    shl.b32 %r9, %r1, 2; cvt.u64.u32 %d2, %r9; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r6;
+    """
+    for schedule in ("lazy", "random:1", "random:2"):
+        out = aligned(128, np.uint32)
+        run(body, out, block=128, module=MODULE, dynamic_smem=16, schedule=schedule)
+        thread = np.arange(128)
+        assert np.array_equal(out, np.array([thread[thread % 4 == k].sum() + 32 for k in range(4)])[thread % 4])
+    with pytest.raises(emu.RaceError):
+        unordered = body.replace("bar.sync 0; ld.shared", "ld.shared")
+        run(unordered, aligned(128, np.uint32), block=128, module=MODULE, dynamic_smem=16)

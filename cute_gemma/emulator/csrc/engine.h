@@ -36,11 +36,12 @@ typedef struct {
   uint16_t init;                    // sixteenths that anything has written
   uint16_t gen;                     // the CTA that this entry belongs to; an older one means untouched
   uint8_t tag;                      // swizzle mode + 1 when TMA wrote it, else 0
-  uint8_t barrier;                  // bit 0, 1: an mbarrier lives in the lower, upper half
+  // bit 0, 1: an mbarrier lives in the lower, upper half; 2: the read was a strong one
+  uint8_t barrier;
   uint16_t more;                    // index + 1 of further accesses in Cluster.extra
 } Shadow;
 
-typedef struct { uint32_t epoch, line; uint16_t comp, mask; } Access;
+typedef struct { uint32_t epoch, line; uint16_t comp, mask; uint8_t strong; } Access;
 typedef struct { Access *item; uint16_t count, cap, writes, next_free; } Extra;   // writes first, then reads
 
 typedef struct {                    // who touches memory, for the checks
@@ -51,6 +52,7 @@ typedef struct {                    // who touches memory, for the checks
   uint8_t async;                    // accesses through the async proxy
   uint8_t fifo;                     // ordered after every earlier epoch of its own component
   uint8_t tag;
+  uint8_t strong;                   // volatile, relaxed, release, acquire or atomic: no race with another such
   Warp *warp; const Op *op;
 } Agent;
 

@@ -6,6 +6,8 @@
 #include "engine.h"
 
 #define ALL16 0xffffu
+#define TAG_STRONG 0x80             // Shadow.tag: the last write was a strong one
+#define R_STRONG 4                  // Shadow.barrier: the last read was a strong one
 
 static inline uint32_t *clock_g(const Cluster *c, ClockId id) { return c->clocks + (size_t)id * c->stride; }
 static inline uint32_t *clock_a(const Cluster *c, ClockId id) { return clock_g(c, id) + c->comp_cap; }
@@ -75,7 +77,8 @@ static inline int shadow_touch(Cta *cta, Shadow *s, uint32_t mask, int write, co
     } else if (!(mask & ~(uint32_t)s->init)) {
       const int again = s->rcomp == x->comp && s->repoch == x->epoch;
       if (again && !(mask & ~(uint32_t)s->rmask)) return 1;
-      if ((!s->rmask || again) && (mine || access_before(cta->cluster, x, s->wcomp, s->wepoch, 1))) {
+      if (!x->strong && (!s->rmask || again) && (mine || access_before(cta->cluster, x, s->wcomp, s->wepoch,
+          1))) {
         s->rmask |= (uint16_t)mask;
         s->rcomp = x->comp, s->repoch = x->epoch, s->rline = x->line;
         return 1;

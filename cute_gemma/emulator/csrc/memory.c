@@ -52,22 +52,11 @@ void count_wavefronts(LaunchResult *r, const uint32_t *offset, uint32_t mask, ui
   }
 }
 
-static int strong_touch(Cta *cta, Shadow *s, uint32_t mask, int write, Agent *x) {
-  if (s->gen == cta->gen && !s->more && s->tag == TAG_STRONG && !(s->rmask & mask && write)) {
-    if (write) {
-      s->init |= (uint16_t)mask, s->wmask |= (uint16_t)mask;
-      s->wcomp = x->comp, s->wepoch = x->epoch, s->wline = x->line;
-    }
-    return write || (mask & ~(uint32_t)s->init) == 0 || shadow_touch(cta, s, mask, write, x);
-  }
-  return shadow_touch(cta, s, mask, write, x);
-}
-
 // Checks the lanes' accesses, those of one granule together.
 static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t bytes, int write,
                           int strong) {
   Agent x = agent_of(w, op);
-  if (strong) x.tag = TAG_STRONG;
+  if (strong) x.tag = TAG_STRONG, x.strong = 1;
   Cta *cta = NULL;
   uint32_t granule = 0, bits = 0;
   EACH_LANE(l, mask) {
@@ -75,8 +64,7 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
       uint32_t stop = (at | (GRANULE - 1)) + 1, n = (stop < end ? stop : end) - at;
       if (bits && (r->cta[l] != cta || at / GRANULE != granule)) {
         Shadow *s = &cta->smem_shadow[granule];
-        if (!(strong ? strong_touch(cta, s, bits, write, &x) : shadow_touch(cta, s, bits, write, &x)))
-          return 0;
+        if (!shadow_touch(cta, s, bits, write, &x)) return 0;
         bits = 0;
       }
       cta = r->cta[l];
@@ -86,7 +74,7 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
   }
   if (!bits) return 1;
   Shadow *s = &cta->smem_shadow[granule];
-  return strong ? strong_touch(cta, s, bits, write, &x) : shadow_touch(cta, s, bits, write, &x);
+  return shadow_touch(cta, s, bits, write, &x);
 }
 
 // ---------------------------------------------------------------- resolving addresses

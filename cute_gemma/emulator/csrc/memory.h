@@ -5,9 +5,6 @@
 
 // sub bits [1:0] of loads, stores and atomics
 enum { SPACE_GLOBAL, SPACE_SHARED, SPACE_CLUSTER, SPACE_GENERIC };
-// Shadow.tag: last written by a volatile, relaxed, release or atomic access
-#define TAG_STRONG 0x80
-
 typedef struct {                    // where each lane's access goes
   uint8_t *at[LANES];
   Cta *cta[LANES];                  // shared memory only
