@@ -288,7 +288,7 @@ def test_a_whole_run_on_emulated_kernels_leaves_a_checked_result(number, monkeyp
         run.launches(number)
         run.span_cases()
     cases = records.load(path)["cases"]
-    assert all(records.ours_right(case) for case in cases)
+    assert [case for case in cases if not records.ours_right(case)] == []
     names = {"051": {"eager", "ours"}, "047": {"eager", "ours", "ours, mask tensor"}}
     assert set(cases[0]["contestants"]) == names[number]
     assert [case["protocol"] for case in cases if not case["launch"]] == ["graph", "span"]
