@@ -21,7 +21,7 @@ import cutlass.utils.hopper_helpers as sm90_utils
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.typing import BFloat16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP, Softcap

@@ -62,7 +62,7 @@ def _load_q(kernel, bars, smem, load, index, tile, count):
     for g in cutlass.range_constexpr(consumers):
         cute.arch.mbarrier_wait(bars.q_empty + g, (index & 1) ^ 1)
         with cute.arch.elect_one():
-            if cutlass.const_expr(count is not None):
+            if cutlass.const_expr(count is not None and g == 0):
                 smem.words[index & 1] = count
             cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full + g, ROWS * kernel.head_dim * 2)
         cute.copy(atom, source[None, tile * consumers + g], target[None, g], tma_bar_ptr=bars.q_full + g)
