@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,41 @@ def test_what_is_compiled_beforehand_is_what_the_calls_launch(target):
             plan = PLANNERS[number](inputs, workload(number).config, target=target)
             assert {step.kernel for step in plan.steps} <= set(compiled)
         assert pickle.loads(pickle.dumps(compiled)) == compiled  # they travel to the processes that compile
+
+
+def test_a_compilation_that_fails_is_named_and_the_rest_goes_on(monkeypatch, capsys):
+    class Now:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, function, *arguments):
+            done = Future()
+            try:
+                done.set_result(function(*arguments))
+            except Exception as error:
+                done.set_exception(error)
+            return done
+
+    compiled = []
+
+    def compile_kernel(kernel, target):
+        compiled.append(kernel)
+        if kernel == "bad":
+            raise RuntimeError("does not fit")
+
+    monkeypatch.setattr(prepare, "pool", Now)
+    monkeypatch.setattr(prepare, "kernels_of", lambda *_: ["good", "bad", "good"])
+    monkeypatch.setattr(prepare, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(peers, "warm", lambda number, name, *_, **__: f"{name} has no GPU")
+    prepare.compile_all([("051", 1, 131), ("047", 1, 128)], "sm_90a", ["eager", "compile", "fa4"])
+    out = capsys.readouterr().out
+    assert sorted(compiled) == ["bad", "good"]
+    assert "bad: RuntimeError: does not fit" in out
+    assert "compile ('051', 1, 131): compile has no GPU" in out and "fa4 ('047', 1, 128)" in out
+    assert "2 kernels and 2 cases of peers" in out
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):
