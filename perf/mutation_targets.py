@@ -1,0 +1,297 @@
+"""The shipped kernels at sizes small enough to emulate hundreds of times, with several tiles and k blocks a CTA
+and more k blocks than stages, so that every pipeline wraps around."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_gemma import jit
+from cute_gemma.emulator.engine import Options, Region, region_of, run_launch
+from cute_gemma.emulator.launch import Launch
+from cute_gemma.jit.signature import TensorArg
+from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
+
+_DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
+_LOWEST = torch.finfo(torch.bfloat16).min
+SCALE = 128**-0.5
+# Written by the launch before in a chain, so that touching them ahead of griddepcontrol.wait is a fault.
+_PRODUCED = {
+    "hidden_states", "q", "k", "v", "attn", "mask", "row_max", "classes", "grad_q", "grad_k", "norm_partials", "grad_query", "grad_key",
+}  # fmt: skip
+_SCRATCH = ("partials",)  # contents without meaning after the launch
+
+# Rewrites and reads memory as a kernel that comes before in the stream would.
+_PREDECESSOR = """
+.version 8.8
+.target {target}
+.address_size 64
+.visible .entry predecessor()
+{{
+  .reg .pred %p; .reg .b64 %rd<4>; .reg .b32 %r<3>;
+  mov.u32 %r1, %tid.x; cvt.u64.u32 %rd1, %r1;
+{body}
+  ret;
+}}
+"""
+_SWEEP = """
+  mov.u64 %rd2, {first};
+AGAIN{number}:
+  add.u64 %rd3, %rd2, %rd1;
+  setp.ge.u64 %p, %rd3, {end};
+  @%p bra DONE{number};
+  ld.global.b8 %r2, [%rd3];
+  {store}
+  add.u64 %rd2, %rd2, 1024;
+  bra AGAIN{number};
+DONE{number}:
+"""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Values of a signature's symbols, and of inputs that are not drawn at random (by name, from the shape)."""
+
+    symbols: Mapping[str, int]
+    values: Mapping[str, Callable[[tuple[int, ...]], Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kernel. kernel, inputs: make them (the compiler is imported then). hazards: of Options."""
+
+    name: str
+    kernel: Callable[[], Any]
+    inputs: Callable[[], list[Inputs]]
+    arch: str = "sm_100a"
+    hazards: bool | str = "strict"
+
+
+class Case:
+    """A target's kernel on one set of inputs: its launch, its memory and what it computes."""
+
+    def __init__(self, target: Target, inputs: Inputs, seed: int = 0) -> None:
+        self.hazards = target.hazards
+        kernel = target.kernel()
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tensors = {a.name: self._draw(a, inputs) for a in kernel.signature() if isinstance(a, TensorArg)}
+        launches: list[Launch] = []
+        compiled = jit.compile(kernel, target.arch)
+        compiled.host_code(tuple(self.tensors.values()), launches.append)
+        (self.launch,) = launches
+        self.initial = {name: t.clone() for name, t in self.tensors.items()}
+        self.regions = [region_of(t) for t in self.tensors.values()]
+        self._find_outputs()
+        self.previous = self._predecessor(target.arch) if self.launch.programmatic else None
+
+    def _draw(self, arg: TensorArg, inputs: Inputs) -> Tensor:
+        shape = tuple(inputs.symbols[n] if isinstance(n, str) else n for n in arg.shape)
+        dtype = _DTYPES[arg.dtype]
+        if arg.name in inputs.values:
+            return inputs.values[arg.name](shape).to(dtype).contiguous()
+        if arg.name == "counters":
+            return torch.zeros(shape, dtype=dtype)
+        wide = torch.randn(shape, generator=self.generator)
+        if arg.name in ("cos", "sin"):
+            wide = getattr(wide, arg.name)()
+        elif arg.name.endswith("rstd"):
+            wide = wide.abs() + 0.1
+        elif arg.name.endswith("norm_weight"):
+            wide = 0.3 * wide
+        elif arg.name.endswith("weight"):
+            wide = wide / math.sqrt(shape[-1])
+        return wide.to(dtype)
+
+    def _predecessor(self, arch: str) -> Any:
+        """The report of a launch that wrote what comes from kernels before, and read what this one writes."""
+        body = []
+        for number, (name, tensor) in enumerate(self.tensors.items()):
+            if name in _PRODUCED or name in self.written:
+                first = tensor.data_ptr()
+                end = first + tensor.numel() * tensor.element_size()
+                store = "st.global.b8 [%rd3], %r2;" if name in _PRODUCED else ""
+                body.append(_SWEEP.format(number=number, first=first, end=end, store=store))
+        ptx = _PREDECESSOR.format(target=arch, body="".join(body))
+        launch = Launch("predecessor", ptx, (1, 1, 1), (1024, 1, 1), (1, 1, 1), 0, ())
+        return run_launch(launch, [region_of(t) for t in self.tensors.values()])
+
+    def _find_outputs(self) -> None:
+        """What an unmodified run writes is output, and poisoned from then on; all else becomes read-only."""
+        report = run_launch(self.launch, self.regions)
+        self.executed = {line for line, _, n in report.by_line() if n}
+        self.warp_instructions = report.warp_instructions
+        self.written = {name for name, t in self.tensors.items() if not _same(t, self.initial[name])}
+        for name in self.written:
+            _bytes(self.initial[name]).fill_(0xFF)
+        self.written |= {name for name in self.tensors if name == "counters"}
+        self.regions = [
+            replace(region_of(t), writable=name in self.written) for name, t in self.tensors.items()
+        ]
+        self.restore()
+        run_launch(self.launch, self.regions)
+        self.expected = {n: self.tensors[n].clone() for n in self.written if n not in _SCRATCH}
+
+    def restore(self) -> None:
+        """Inputs and poison as they were."""
+        for name in self.written:
+            _bytes(self.tensors[name]).copy_(_bytes(self.initial[name]))
+
+    def run(self, ptx: str | None = None, schedule: str = "lazy") -> bool:
+        """Runs the kernel, or `ptx` in its place: whether the outputs have the expected bits. Raises
+        EmulationError."""
+        self.restore()
+        launch = self.launch if ptx is None else replace(self.launch, ptx=ptx)
+        options = Options(schedule=schedule, hazards=self.hazards)
+        run_launch(launch, self.regions, options, self.previous)
+        return all(_same(self.tensors[name], expected) for name, expected in self.expected.items())
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(-1).view(torch.uint8)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+# ---------------------------------------------------------------- inputs of the attention kernels
+def _mask(seq: int) -> Tensor:
+    """Tiles that are free, masked in part and masked as a whole, and rows without any key."""
+    position = torch.arange(seq)
+    mask = 2 * torch.randn(seq, seq, generator=torch.Generator().manual_seed(5))
+    mask[:, : seq // 2] = 0
+    mask[position[None] > position[:, None]] = _LOWEST
+    mask[-60:, :150] = _LOWEST
+    mask[170:190] = _LOWEST
+    return mask[None, None].bfloat16()
+
+
+def _mask_symbols(seq: int) -> dict[str, int]:
+    return {"b": 1, "mask_b": 1, "s": seq, "t": -(-seq // MASK_TILE), "c": -(-seq // SCAN_COLUMNS)}
+
+
+def _scan_mask(seq: int) -> Inputs:
+    return Inputs(_mask_symbols(seq), {"mask": lambda shape: _mask(seq).view(shape)})
+
+
+def _masked(seq: int, arch: str, gain: float) -> Inputs:
+    mask, tiles = _mask(seq), math.ceil(seq / MASK_TILE)
+    row_max = torch.full((1, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
+    classes = torch.full((1, tiles, tiles), 99, dtype=torch.uint8)
+    jit.launch(_mask_scan(), mask, row_max, classes, target=arch, backend="emulator")
+    scanned = {"mask": mask, "row_max": row_max, "classes": classes}
+    values = {name: (lambda shape, t=t: t.view(shape)) for name, t in scanned.items()}
+    return Inputs(_mask_symbols(seq), {**_logits(1, seq, 128, (gain, gain)).values, **values})
+
+
+def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, float]) -> Inputs:
+    """Logits whose deviation goes from gains[0] to gains[1] along the keys, so that tiles take different ranges
+    of softcap and shift."""
+    generator = torch.Generator().manual_seed(6)
+    gain = torch.linspace(*gains, seq).view(1, seq, 1, 1)
+
+    def draw(shape: tuple[int, ...], factor: Any) -> Tensor:
+        return torch.randn(shape, generator=generator) * factor
+
+    values = {"q": lambda shape: draw(shape, 1.0), "k": lambda shape: draw(shape, gain)}
+    return Inputs({"b": batch, "s": seq}, values)
+
+
+# ---------------------------------------------------------------- the kernels
+def _attention(arch: str, masked: bool, *args: Any, **settings: Any) -> Any:
+    if arch == "sm_100a":
+        from cute_gemma.kernels.sm100 import attention as module
+    else:
+        from cute_gemma.kernels.sm90 import attention as module
+        settings["tuning"] = replace(module.default_tuning(args[2]), sm_count=4)
+    kind = module.MaskedAttention if masked else module.Attention
+    return kind(*args, **settings)
+
+
+def _gemm(arch: str, name: str, *args: Any, tuning: Mapping[str, Any], norm: bool = False) -> Any:
+    from cute_gemma.kernels.common.norm_backward import NormBackward
+
+    if arch == "sm_100a":
+        from cute_gemma.kernels.sm100 import out_proj, qkv_grads, qkv_proj, tuning as tunings
+    else:
+        from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj, tuning as tunings
+    modules = {"OutputProjection": out_proj, "QKVProjection": qkv_proj, "QkvGradients": qkv_grads}
+    settings = {"norm": NormBackward(args[3]).tuning} if norm else {}
+    return getattr(modules[name], name)(*args, tuning=tunings.GemmTuning(**tuning), **settings)
+
+
+def _mask_scan() -> Any:
+    from cute_gemma.kernels.sm100.mask_scan import MaskScan
+
+    return MaskScan("bf16")
+
+
+def _norm_backward() -> Any:
+    from cute_gemma.kernels.common.norm_backward import NormBackward
+
+    return NormBackward(256)
+
+
+def _rope_backward() -> Any:
+    from cute_gemma.kernels.common.rope_backward import RopeBackward
+
+    return RopeBackward(4, 1, 256)
+
+
+def _attention_targets(arch: str) -> list[Target]:
+    def kernel(masked: bool, *args: Any) -> Callable[[], Any]:
+        return partial(_attention, arch, masked, *args)
+
+    def logits(head_dim: int, *cases: tuple[int, float, float]) -> Callable[[], list[Inputs]]:
+        return lambda: [_logits(1, seq, head_dim, gains) for seq, *gains in cases]
+
+    return [
+        Target("attention", kernel(False, 2, 1, 128, SCALE, 50.0, "causal"),
+               logits(128, (700, 0.5, 20.0), (700, 20.0, 0.5), (700, 120.0, 1.0), (300, 1.0, 1.0)), arch),
+        Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none"),
+               logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
+        Target("attention, mask", kernel(True, 2, 1, 128, SCALE, 50.0),
+               lambda: [_masked(700, arch, 1.0), _masked(700, arch, 20.0), _masked(300, arch, 1.0)], arch),
+        Target("attention, head_dim 256", kernel(False, 2, 1, 256, 1 / 16, 50.0, "causal"),
+               logits(256, (520, 0.5, 20.0), (520, 20.0, 0.5), (520, 120.0, 1.0), (300, 1.0, 1.0)), arch),
+    ]  # fmt: skip
+
+
+def _gemm_targets(arch: str) -> list[Target]:
+    pair = {"tile_m": 256, "tile_n": 128, "sm_count": 4} if arch == "sm_100a" else {"cluster_m": 2, "sm_count": 4}
+    split = {"tile_n": 128, "sm_count": 4, "stream_k": True}
+
+    def kernel(name: str, *args: Any, **settings: Any) -> Callable[[], Any]:
+        return partial(_gemm, arch, name, *args, **settings)
+
+    def rows(*counts: int) -> Callable[[], list[Inputs]]:
+        return lambda: [Inputs({"m": m}) for m in counts]
+
+    return [
+        Target("qkv projection", kernel("QKVProjection", 520, 3, 1, 128, tuning={"sm_count": 3}), rows(300, 131), arch),
+        Target("qkv projection, clusters", kernel("QKVProjection", 520, 3, 1, 128, tuning=pair), rows(520, 131), arch),
+        Target("qkv projection, split", kernel("QKVProjection", 520, 3, 1, 128, tuning=split), rows(300, 131), arch),
+        Target("output projection", kernel("OutputProjection", 384, 640, tuning={"sm_count": 3}), rows(300, 131), arch),
+        Target("output projection, clusters", kernel("OutputProjection", 384, 640, tuning=pair), rows(520, 131), arch),
+        Target("gradients", kernel("QkvGradients", 200, 2, 1, 256, tuning={"sm_count": 3}, norm=True),
+               lambda: [Inputs({"batch": 2, "seq": 150}), Inputs({"batch": 1, "seq": 70})], arch),
+        Target("gradients, clusters", kernel("QkvGradients", 200, 2, 1, 256, tuning=pair, norm=True),
+               lambda: [Inputs({"batch": 2, "seq": 150}), Inputs({"batch": 1, "seq": 70})], arch),
+    ]  # fmt: skip
+
+
+def targets(arch: str) -> dict[str, Target]:
+    """Every shipped kernel of an architecture, by name."""
+    small = [
+        Target("mask scan", _mask_scan, lambda: [_scan_mask(300)], arch),
+        Target("norm backward", _norm_backward, lambda: [Inputs({"rows_q": 524, "rows_k": 131})], arch),
+        Target("rope backward", _rope_backward, lambda: [Inputs({"batch": 2, "seq": 37})], arch),
+    ]
+    found = [small[0], *_gemm_targets(arch)[:3], *_attention_targets(arch), *_gemm_targets(arch)[3:], *small[1:]]
+    return {target.name: target for target in found}
