@@ -236,7 +236,7 @@ def test_instruction_budget_on_suite_inputs():
     assert 2 * packed * 32 / 128**2 <= 7.5
 
 
-@pytest.mark.parametrize("q_gain", [2.7, 20.0])
+@pytest.mark.parametrize("q_gain", [2.0, 2.7, 4.0, 20.0])
 def test_instruction_budget_near_the_cap(q_gain):
     counts = interior_tile(q_gain)
     instructions, special = totals(counts)

@@ -35,7 +35,7 @@ NEGLIGIBLE = 30
 LEAST_EXPONENT = NEGLIGIBLE + 10
 # What a tile's sum stays below the limit, as a power of 2, for the next tile to count as in range: retries
 # are dear.
-MARGIN = 4
+MARGIN = 8
 TOP_LEVEL = len(sc.TANH_FITS)
 P_COLUMNS = TILE // 2  # two bf16 weights a TMEM column
 # A warp's 32 mask rows of a chunk in shared memory: the odd pitch spreads a column over all 32 banks.
