@@ -2,7 +2,11 @@
 #include <math.h>
 #include "alu.h"
 
-Status op_WARPSYNC(Warp *w, const Op *op, u32 mask) { (void)w; (void)op; (void)mask; return ST_NEXT; }
+Status op_WARPSYNC(Warp *w, const Op *op, u32 mask) {
+  (void)op;
+  engine_warp_sync(w, mask);
+  return ST_NEXT;
+}
 
 Status op_TIME(Warp *w, const Op *op, u32 mask) {      // sub: 0 low half, 1 high half, 2 all 64 bits
   REFS;

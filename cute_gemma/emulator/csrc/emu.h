@@ -110,6 +110,8 @@ Status engine_exec(Warp *w, const Op *op, uint32_t mask);
 Status engine_pending(Warp *w, const Op *op, uint32_t mask);
 // nanoseconds, for %clock, %clock64 and %globaltimer
 uint64_t engine_time(Warp *w);
+// bar.warp.sync orders what these lanes did
+void engine_warp_sync(Warp *w, uint32_t mask);
 void engine_exit(Warp *w, uint32_t mask);                     // lanes in mask leave the kernel
 
 // ---------------------------------------------------------------- engine -> interpreter

@@ -52,6 +52,7 @@ typedef struct {                    // who touches memory, for the checks
   uint8_t async;                    // accesses through the async proxy
   uint8_t fifo;                     // ordered after every earlier epoch of its own component
   uint8_t tag;
+  uint8_t apart;                    // what other lanes of the warp wrote is hidden from it
   uint8_t strong;                   // volatile, relaxed, release, acquire or atomic: no race with another such
   Warp *warp; const Op *op;
 } Agent;
@@ -127,6 +128,9 @@ typedef struct {                    // Warp.engine
   uint32_t arrivals;                // queued arrivals at barriers of other CTAs
   ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
   uint32_t inits, fenced_inits;     // mbarrier.init so far; those before fence.mbarrier_init
+  // strict checks: lanes that wrote shared memory since the lanes last met, the warp's epoch then, and the
+  // bulk groups whose end only the lanes that waited know
+  uint32_t writers, met_epoch, bulk_read_held;
 } WarpState;
 
 struct Cta {

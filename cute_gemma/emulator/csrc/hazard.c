@@ -73,6 +73,7 @@ void clock_publish(Warp *w) {
 
 ClockId clock_snapshot(Warp *w) {
   if (!w->launch->hazards) return NO_CLOCK;
+  lanes_share_waits(w);
   Cluster *c = cluster_of(w);
   ClockId id = clock_new(c);
   memcpy(clock_g(c, id), clock_g(c, state(w)->clock), c->stride * sizeof *c->clocks);
@@ -82,6 +83,7 @@ ClockId clock_snapshot(Warp *w) {
 
 void clock_release(Warp *w, ClockId into) {
   if (!w->launch->hazards) return;
+  lanes_share_waits(w);
   clock_join(cluster_of(w), into, state(w)->clock);
   clock_publish(w);
 }
@@ -89,6 +91,7 @@ void clock_release(Warp *w, ClockId into) {
 // fence.acq_rel and stronger: a relaxed arrival after it releases what came before it.
 void clock_fence(Warp *w) {
   if (!w->launch->hazards) return;
+  lanes_share_waits(w);
   WarpState *s = state(w);
   if (s->fenced == NO_CLOCK) s->fenced = clock_new(cluster_of(w));
   clock_join(cluster_of(w), s->fenced, s->clock);
@@ -104,7 +107,9 @@ void clock_release_relaxed(Warp *w, ClockId into) {
 }
 
 void clock_acquire(Warp *w, ClockId from) {
-  if (w->launch->hazards) clock_join(cluster_of(w), state(w)->clock, from);
+  if (!w->launch->hazards) return;
+  clock_join(cluster_of(w), state(w)->clock, from);
+  lanes_meet(w);
 }
 
 void clock_proxy_fence(Warp *w) {
@@ -160,6 +165,43 @@ void tensor_fence(Warp *w, int after) {
     clock_g(c, s->clock)[warp_comp(w, kind)] = clock_g(c, s->tensor_clock)[warp_comp(w, kind)];
 }
 
+// ---------------------------------------------------------------- lanes of one warp
+// PTX ISA, "bar.warp.sync": it orders memory accesses among the threads that take part. The emulator runs
+// lanes together, so what a missing one breaks is found by these rules alone: a bulk copy reads what other lanes
+// wrote, or other lanes overwrite what only the lane that waited for the copy knows to have been read.
+void lanes_share_waits(Warp *w) {
+  WarpState *s = state(w);
+  if (!s->bulk_read_held) return;
+  uint32_t *known = &clock_g(cluster_of(w), s->clock)[warp_comp(w, C_BULK_READ)];
+  if (*known < s->bulk_read_held) *known = s->bulk_read_held;
+  s->bulk_read_held = 0;
+}
+
+void lanes_meet(Warp *w) {
+  if (w->launch->hazards != HAZARDS_STRICT) return;
+  WarpState *s = state(w);
+  lanes_share_waits(w);
+  s->writers = 0;
+  s->met_epoch = clock_g(cluster_of(w), s->clock)[warp_comp(w, C_WARP)];
+  clock_publish(w);
+}
+
+void engine_warp_sync(Warp *w, uint32_t mask) {
+  if (mask == w->live) lanes_meet(w);
+}
+
+uint32_t lanes_hide(Warp *w, uint32_t lane, Agent *x) {
+  const WarpState *s = state(w);
+  uint32_t *visible = &clock_a(cluster_of(w), s->clock)[warp_comp(w, C_WARP)], was = *visible;
+  x->apart = w->launch->hazards == HAZARDS_STRICT && (s->writers & ~(1u << lane)) && was > s->met_epoch;
+  if (x->apart) *visible = s->met_epoch;
+  return was;
+}
+
+void lanes_restore(Warp *w, uint32_t was) {
+  clock_a(cluster_of(w), state(w)->clock)[warp_comp(w, C_WARP)] = was;
+}
+
 // ---------------------------------------------------------------- reports
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size) {
   static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ",
@@ -208,8 +250,8 @@ static const char *missing(const Cluster *c, uint32_t comp) {
   switch (comp / c->nwarps) {
     case C_CP_ASYNC: return "cp.async.wait_group, or an mbarrier that cp.async.mbarrier.arrive signals, must "
         "come between";
-    case C_BULK_READ: return "cp.async.bulk.wait_group[.read] by that warp, then a barrier, must come "
-        "between";
+    case C_BULK_READ: return "cp.async.bulk.wait_group[.read] by that warp, then a barrier (bar.warp.sync for "
+        "its own lanes), must come between";
     case C_BULK_WRITE: return "cp.async.bulk.wait_group by that warp, then a barrier, must come between";
     case C_TMEM_LD: return "tcgen05.wait::ld by that warp, before the barrier or arrive that hands the TMEM "
         "on, must come between";
@@ -235,6 +277,11 @@ static int conflict(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *
           "tcgen05.fence::after_thread_sync "
           "follows the wait that orders them", where, write ? "writes" : "reads", who, other_write ? "wrote"
               : "read", line);
+    return 0;
+  }
+  if (x->apart && comp == warp_comp(x->warp, C_WARP) && x->g[comp] >= epoch) {
+    fault(x->warp, x->op, FAULT_RACE, "advice: %s: a bulk copy reads what other lanes of the warp wrote at PTX "
+          "line %u, with no bar.warp.sync between", where, line);
     return 0;
   }
   const char *me = write ? "writes" : "reads", *did = other_write ? "wrote" : "read";

@@ -39,6 +39,13 @@ Agent agent_of(Warp *w, const Op *op);                    // the warp's own acce
 // the same for TMEM; strict checks want tcgen05 fences
 Agent tensor_agent(Warp *w, const Op *op);
 void tensor_fence(Warp *w, int after);                    // tcgen05.fence::before/after_thread_sync
+// strict checks: bar.warp.sync and barriers make known to all lanes of a warp what one of them did or waited
+// for
+void lanes_meet(Warp *w);
+void lanes_share_waits(Warp *w);
+// what x sees while other lanes' unordered writes are hidden from it; returns what to restore
+uint32_t lanes_hide(Warp *w, uint32_t lane, Agent *x);
+void lanes_restore(Warp *w, uint32_t was);
 void tensor_waited(Warp *w, uint32_t kind, uint32_t epoch);       // tcgen05.wait: kind C_TMEM_LD or C_TMEM_ST
 int shadow_slow(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x);
 int smem_touch(Cta *cta, uint32_t offset, uint32_t bytes, int write, const Agent *x);     // 0: it faulted

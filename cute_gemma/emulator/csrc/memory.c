@@ -55,6 +55,10 @@ void count_wavefronts(LaunchResult *r, const uint32_t *offset, uint32_t mask, ui
 // Checks the lanes' accesses, those of one granule together.
 static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t bytes, int write,
                           int strong) {
+  if (write) {
+    state(w)->writers |= mask;
+    if (!(mask & ~state(w)->bulk.lanes)) lanes_share_waits(w);
+  }
   Agent x = agent_of(w, op);
   if (strong) x.tag = TAG_STRONG, x.strong = 1;
   Cta *cta = NULL;

@@ -241,6 +241,7 @@ static Status issue_load(Async *a, uint32_t bytes, uint32_t tag) {
   Warp *w = a->warp;
   a->copy.bytes = bytes;
   if (!source_order(a)) return ST_FAULT;
+  if (state(w)->bulk.lanes >> a->lane & 1) lanes_share_waits(w);
   for (uint32_t k = 0; k < n; k++) {
     Agent x = agent_of(w, a->op);
     x.async = 1;
@@ -306,6 +307,21 @@ Status exec_tma_load(Warp *w, const Op *op, uint32_t mask) {
 }
 
 // ---------------------------------------------------------------- copies out of shared memory
+// Checks what a copy out of shared memory reads: 0 after a fault.
+static int store_source(Async *a, uint32_t bytes, const Agent *x) {
+  Cta *cta = a->warp->cta;
+  const TensorMap *m = &a->copy.map;
+  uint32_t inner = a->kind == A_TMA_STORE ? m->box[0] * m->size : 0;
+  if (!inner || inner != (m->swizzle ? 16u << m->swizzle : inner))
+    return smem_touch(cta, a->copy.smem, bytes, 0, x);
+  for (uint32_t i = 0, rows = box_rows(m); i < rows; i++) {      // rows out of bounds are not read
+    Row r = box_row(m, &a->copy.coord, i);
+    uint32_t low = m->swizzle ? 0 : r.skip, n = m->swizzle ? inner : r.valid;
+    if (r.valid && !smem_touch(cta, a->copy.smem + r.smem + low, n, 0, x)) return 0;
+  }
+  return 1;
+}
+
 static Status issue_store(Async *a, uint32_t bytes) {
   Warp *w = a->warp;
   WarpState *s = state(w);
@@ -314,21 +330,15 @@ static Status issue_store(Async *a, uint32_t bytes) {
   s->bulk.used++;
   s->bulk.lanes |= 1u << a->lane;
   if (w->launch->hazards) {
+    lanes_share_waits(w);
     Agent x = agent_of(w, a->op);
     x.async = 1;
     x.comp = (uint16_t)warp_comp(w, C_BULK_READ);
     x.epoch = a->copy.group;
-    const TensorMap *m = &a->copy.map;
-    uint32_t inner = a->kind == A_TMA_STORE ? m->box[0] * m->size : 0;
-    if (!inner || inner != (m->swizzle ? 16u << m->swizzle : inner)) {
-      if (!smem_touch(w->cta, a->copy.smem, bytes, 0, &x)) return ST_FAULT;
-    } else {
-      for (uint32_t i = 0, rows = box_rows(m); i < rows; i++) {      // rows out of bounds are not read
-        Row r = box_row(m, &a->copy.coord, i);
-        uint32_t low = m->swizzle ? 0 : r.skip, n = m->swizzle ? inner : r.valid;
-        if (r.valid && !smem_touch(w->cta, a->copy.smem + r.smem + low, n, 0, &x)) return ST_FAULT;
-      }
-    }
+    const uint32_t seen = lanes_hide(w, a->lane, &x);
+    const int ordered = store_source(a, bytes, &x);
+    lanes_restore(w, seen);
+    if (!ordered) return ST_FAULT;
   }
   return async_issue(a);
 }
@@ -458,7 +468,8 @@ Status exec_bulk_wait(Warp *w, const Op *op, uint32_t mask) {
   if (last > g->done) g->done = last;
   if (w->launch->hazards) {
     uint32_t *clock = clock_g(c, state(w)->clock);
-    if (clock[warp_comp(w, C_BULK_READ)] < last) clock[warp_comp(w, C_BULK_READ)] = last;
+    if (state(w)->bulk_read_held < last) state(w)->bulk_read_held = last;
+    if (w->launch->hazards != HAZARDS_STRICT || g->lanes == w->live) lanes_share_waits(w);
     if (!(op->sub & 1) && clock[warp_comp(w, C_BULK_WRITE)] < last) clock[warp_comp(w, C_BULK_WRITE)] = last;
   }
   return ST_NEXT;
