@@ -11,8 +11,10 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_gemma.kernels.common.mask import ALL_ZERO, MASKED_AT_OR_BELOW, MIXED
 from cute_gemma.kernels.common.softcap import LOG2_E
@@ -30,13 +32,12 @@ STORE_BARRIER = 1  # first of the named barriers, one a consumer; 0 is the CTA's
 class Consumer:
     """What one warpgroup works with.
 
-    group: its number; thread: this thread's number in it; q (…, k blocks), k and v (…, k blocks, stage): operands in shared
+    group: its number; q (…, k blocks), k and v (…, k blocks, stage): operands in shared
     memory; scores: buffers of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; level: of
     softmax.capped_weights; lazy: of softmax.lazy_weights.
     """
 
     group: Int32
-    thread: Int32
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
@@ -100,14 +101,13 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
             number = _walk(kernel, me, bars, smem, unit, end - first, number)
         _write_output(kernel, me, smem.out, out, (tile, head, batch))
         if cutlass.const_expr(kernel.shares_q):
-            _wait_for_store(me)
+            _wait_for_store()
             _arrive(bars.q_empty + me.group)
-    _wait_for_store(me)
+    _wait_for_store()
 
 
 def _consumer(kernel, smem):
-    thread = cute.arch.thread_idx()[0] - WARPGROUP
-    group = cute.arch.make_warp_uniform(thread >> 7)
+    group = cute.arch.make_warp_uniform((cute.arch.thread_idx()[0] >> 7) - 1)
     qk_mma, pv_mma = kernel.mmas()
     # Descriptors are the same for every thread of a warpgroup: slice 0.
     qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
@@ -115,7 +115,6 @@ def _consumer(kernel, smem):
     s_shape, o_shape = (qk_mma.partition_shape_C((ROWS, ROWS)), pv_mma.partition_shape_C((ROWS, kernel.head_dim)))
     return Consumer(
         group,
-        thread & (WARPGROUP - 1),
         qk_mma.make_fragment_A(qk.partition_A(smem.q))[None, None, None, group],
         qk_mma.make_fragment_B(qk.partition_B(smem.k)),
         pv_mma.make_fragment_B(pv.partition_B(transposed)),
@@ -132,9 +131,21 @@ def _consumer(kernel, smem):
     )
 
 
+@dsl_user_op
+def _thread(*, loc=None, ip=None) -> Int32:
+    """This thread's number in its warpgroup, read anew at each use, so that no register keeps it or what follows from it."""
+    text = f"{{.reg .u32 t; mov.u32 t, %tid.x; and.b32 $0, t, {WARPGROUP - 1};}}"
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), [], text, "=r", has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip
+        )
+    )
+
+
 @cute.jit
 def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
-    row = tile * TILE + me.group * ROWS + (me.thread >> 5) * 16 + ((me.thread & 31) >> 2)
+    thread = _thread()
+    row = tile * TILE + me.group * ROWS + (thread >> 5) * 16 + ((thread & 31) >> 2)
     entries, shift, plain = None, None, None
     if cutlass.const_expr(mask is not None):
         tensor, maxima, _ = mask
@@ -308,28 +319,29 @@ def _clean_weights(kernel, me, half, first):
 def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass.Constexpr):
     """A block in which some keys are hidden, or something is added to the logits."""
     rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
-    key = tile.j * TILE + (1 - half) * ROWS + 2 * (me.thread & 3)  # of this thread's first element
-    view = softmax.View(*_range(kernel, unit, tile, key), None)
+    key = tile.j * TILE + (1 - half) * ROWS + 2 * (_thread() & 3)  # of this thread's first element
+    view = softmax.View(_last_keys(kernel, unit, tile, key), kernel.window, None)
     if cutlass.const_expr(kernel.mask == "tensor"):
         view = softmax.View(None, None, partial(_bias, unit, tile, key, view))
     if cutlass.const_expr(kernel.fixed_shift):
-        softmax.capped_weights_within(rS, rP, me.sums, kernel.cap, view)
+        softmax.capped_weights_within(rS, rP, me.sums, unit.s, kernel.cap, view, kernel.lead == 1)
     else:
         exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, view, first)
 
 
-def _range(kernel, unit, tile, key):
-    """(first, last) keys that positions let the thread's rows read, less `key`. first is None without a window."""
+def _last_keys(kernel, unit, tile, key):
+    """The last key, less `key`, that positions let each of the thread's rows read. Rows beyond the sequence are stored nowhere:
+    a causal row needs no other bound."""
     rows = [unit.row, unit.row + 8]
-    last = [unit.s - 1] * 2
     if kernel.mask == "causal":
-        last = [cutlass.min(row, unit.s - 1) for row in rows]
-    if kernel.mask == "tensor":  # a class says so, or the entries do
+        last = rows
+    elif kernel.mask == "none":
+        last = [unit.s - 1] * 2
+    else:  # a class says so, or the entries do
         diagonal = Boolean(tile.kind != ALL_ZERO) & Boolean(tile.kind != MIXED)
         last = [cutlass.select_(diagonal, cutlass.min(row, unit.s - 1), unit.s - 1) for row in rows]
-    first = None if kernel.window is None else tuple(row - kernel.window + 1 - key for row in rows)
-    return first, tuple(x - key for x in last)
+    return tuple(x - key for x in last)
 
 
 @cute.jit
@@ -361,10 +373,11 @@ def _scale_out(me, factors):
 
 
 @cute.jit
-def _wait_for_store(me):
+def _wait_for_store():
     """Until the last stored tile has left shared memory."""
-    if me.thread < WARP:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    if _thread() < WARP:
+        with cute.arch.elect_one():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 @cute.jit
@@ -384,17 +397,19 @@ def _write_output(kernel, me, sO, out, unit):
         packed[c // 2] = pack_bf16(me.out[c], me.out[c + 1])
     store = cute.make_tiled_copy_C(
         cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16), kernel.mmas()[1]
-    ).get_slice(softmax.unseen(me.thread))
-    _wait_for_store(me)
+    ).get_slice(_thread())
+    _wait_for_store()
     cute.arch.barrier(barrier_id=STORE_BARRIER + me.group, number_of_threads=WARPGROUP)
     cute.copy(store, store.retile(rounded), store.partition_D(sO)[None, None, None, me.group])
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=STORE_BARRIER + me.group, number_of_threads=WARPGROUP)
-    if me.thread < WARP:
+    if _thread() < WARP:
         atom, mO = out
         gO = cute.local_tile(mO[None, None, (head, batch)], (ROWS, kernel.head_dim), (None, 0))
         tOsO, tOgO = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
         )
-        cute.copy(atom, tOsO[None, me.group], tOgO[None, tile * (TILE // ROWS) + me.group])
-        cute.arch.cp_async_bulk_commit_group()
+        # One thread stores, the one that waits: bulk groups are a thread's own.
+        with cute.arch.elect_one():
+            cute.copy(atom, tOsO[None, me.group], tOgO[None, tile * (TILE // ROWS) + me.group])
+            cute.arch.cp_async_bulk_commit_group()

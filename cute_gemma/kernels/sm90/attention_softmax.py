@@ -67,12 +67,12 @@ class Quintic:
 
 @dataclass(frozen=True)
 class View:
-    """What a thread's rows may see of a block. Either first and last, column ranges of its two rows less its own first column
-    (first is None without a window): element c is seen while 8 * (c // 4) + c % 2 is in the range of row (c // 2) % 2. Or bias:
-    a function that gives, for elements c .. c + BIAS_CHUNK - 1, what is added to their exponents, -inf where they are hidden."""
+    """What a thread's rows may see of a block. Either last, the last column of each of its two rows, less its own first column,
+    and window, how many columns up to there (None for all): element c is column 8 * (c // 4) + c % 2 of row (c // 2) % 2. Or
+    bias: a function that gives, for elements c .. c + BIAS_CHUNK - 1, what is added to their exponents, -inf where hidden."""
 
-    first: tuple | None
     last: tuple | None
+    window: int | None
     bias: Callable[[int], cute.Tensor] | None
 
 
@@ -184,16 +184,17 @@ def _weight(rS, e, exponent, constant, shift, view, bias):
 def seen(view, c):
     """Whether positions let element c be seen."""
     row, column = (c // 2) % ROWS, 8 * (c // 4) + c % 2
-    visible = Boolean(column <= view.last[row])
-    return visible if view.first is None else visible & Boolean(column >= view.first[row])
+    if view.window is None:
+        return column <= view.last[row]
+    before = view.last[row] - column
+    return Boolean(before >= 0) & Boolean(before < view.window)
 
 
 def _afresh(view):
     """The same view, to be compared with anew: results for every element would fill the predicate registers."""
     if view is None or view.bias is not None:
         return view
-    first = None if view.first is None else tuple(unseen(x) for x in view.first)
-    return View(first, tuple(unseen(x) for x in view.last), None)
+    return View(tuple(unseen(x) for x in view.last), view.window, None)
 
 
 def any_exponent(scale: float, cap: float | None):
@@ -208,7 +209,7 @@ def any_exponent(scale: float, cap: float | None):
 def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr, paced: cutlass.Constexpr):
     """Weights of a block without hidden keys: rP, an Int32 view of the A operand, and sums[row] += theirs.
 
-    level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit.
+    level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit. paced: see _sum_and_pack.
     """
     tile = cute.make_rmem_tensor((ROWS,), Float32)
     for i in cutlass.range_constexpr(WIDE):
@@ -243,19 +244,25 @@ def _in_range(tile, limit):
 
 
 @cute.jit
-def capped_weights_within(rS, rP, sums, softcap: cutlass.Constexpr, view):
-    """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by tanh.approx."""
+def capped_weights_within(rS, rP, sums, s, softcap: cutlass.Constexpr, view, any_way: cutlass.Constexpr):
+    """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by tanh.approx. any_way:
+    by tanh.approx always, which takes fewer registers. s: the sequence length."""
     tile = cute.make_rmem_tensor((ROWS,), Float32)
     fine = Boolean(False)
-    if cutlass.const_expr(WIDE - 1 in usable_levels(softcap)):
+    if cutlass.const_expr(not any_way and WIDE - 1 in usable_levels(softcap)):
         largest = Float32(0.0)
         for c in cutlass.range_constexpr(cute.size(rS)):
             largest = cute.arch.fmax(largest, cute.math.abs(rS[c]))
         fine = cute.arch.vote_all_sync(largest <= softcap.score_limit(TANH_FITS[-1]))
-    if fine:
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, view)
+    if cutlass.const_expr(any_way):
+        # Always so. Without a branch ptxas makes products wait (see lazy_weights).
+        if s > 0:
+            _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, view)
     else:
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(view))
+        if fine:
+            _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, view)
+        else:
+            _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(view))
     for row in cutlass.range_constexpr(ROWS):
         sums[row] = settle(sums[row] + tile[row])
 
