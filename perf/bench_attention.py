@@ -2,9 +2,9 @@
 
     python perf/bench_attention.py [--check] [--time] [--json FILE]
 
-Without options both. Each time is the median over replays of a CUDA graph of back-to-back launches on random data, the
-contestants' replays interleaved. TFLOP/s count 4 S^2 H D B operations, half of them for causal masks. "error" is the
-relative Frobenius norm of the difference to a float64 computation.
+Without options both. Each time is the median over replays of a CUDA graph of back-to-back launches on random
+data, the contestants' replays interleaved. TFLOP/s count 4 S^2 H D B operations, half of them for causal masks.
+"error" is the relative Frobenius norm of the difference to a float64 computation.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ def attention_kernel(heads, kv_heads, head_dim, softcap, mask="causal", **tuning
         from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning
     else:
         from cute_gemma.kernels.sm100.attention import Attention, AttentionTuning
-    return Attention(
-        heads, kv_heads, head_dim, head_dim**-0.5, softcap, mask, tuning=AttentionTuning(**tuning) if tuning else None
-    )
+    chosen = AttentionTuning(**tuning) if tuning else None
+    return Attention(heads, kv_heads, head_dim, head_dim**-0.5, softcap, mask, tuning=chosen)
 
 
 def draw(b, s, heads, kv_heads, head_dim, magnitude=2.0, seed=0):
-    """q, k, v: normal; q and k have the magnitude that a norm of weight (1 + 1) leaves, unless told otherwise."""
+    """q, k, v: normal; q and k have the magnitude that a norm of weight (1 + 1) leaves, unless told."""
     g = torch.Generator("cuda").manual_seed(seed)
     shapes = ((b, s, heads, head_dim), (b, s, kv_heads, head_dim), (b, s, kv_heads, head_dim))
     q, k, v = (torch.randn(shape, device="cuda", generator=g) for shape in shapes)
@@ -196,7 +195,9 @@ def versions():
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
@@ -206,7 +207,8 @@ def main() -> int:
     parser.add_argument("--json")
     options = parser.parse_args()
     both = not (options.check or options.time)
-    chosen = slice(*(int(x) if x else None for x in options.cases.split(":"))) if options.cases else slice(None)
+    ends = options.cases.split(":") if options.cases else ("", "")
+    chosen = slice(*(int(x) if x else None for x in ends))
     variants = {}
     for text in options.variant or ["default:"]:
         name, _, assignments = text.partition(":")
@@ -216,7 +218,9 @@ def main() -> int:
     facts = versions()
     print(facts)
     failures = check(CHECKS[chosen], **next(iter(variants.values()))) if options.check or both else 0
-    records = measure(TIMES[chosen], variants, options.rounds, not options.alone) if options.time or both else []
+    records = []
+    if options.time or both:
+        records = measure(TIMES[chosen], variants, options.rounds, not options.alone)
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"versions": facts, "records": records}, file, indent=1)

@@ -40,7 +40,7 @@ def run(kernel, q, k, v, mask=None, schedule="lazy"):
 
 
 def check(kernel, batch, seq, mask=None, q_gain=1.0):
-    """Runs on the suite's q, k, v and asserts the error: below LIMIT, and not above eager bf16's where that has any."""
+    """Runs on the suite's q, k, v and asserts the error: below LIMIT, and not above eager bf16's."""
     q, k, v = suite_qkv(batch, seq, kernel.heads, kernel.kv_heads, kernel.head_dim)
     q = (q.float() * q_gain).bfloat16()
     out, report = run(kernel, q, k, v, mask)
@@ -90,8 +90,8 @@ def test_uncapped_logits_that_outgrow_the_first_shift(q_gain):
 def test_more_units_than_ctas():
     """Few CTAs walk many units, in both directions of the list."""
     whole, few = (
-        run(Attention(3, 1, 128, SCALE, 50.0, tuning=AttentionTuning(sm_count=n)), *suite_qkv(2, 293, 3, 1, 128))
-        for n in (132, 5)
+        run(Attention(3, 1, 128, SCALE, 50.0, tuning=tuning), *suite_qkv(2, 293, 3, 1, 128))
+        for tuning in (AttentionTuning(sm_count=132), AttentionTuning(sm_count=5))
     )
     assert torch.equal(bits(whole[0]), bits(few[0]))
     assert few[1].mma_flops == whole[1].mma_flops
@@ -99,7 +99,12 @@ def test_more_units_than_ctas():
 
 @pytest.mark.parametrize(
     "window, softcap, head_dim",
-    [(1, 50.0, 128), (129, None, 128), (200, 50.0, 128), pytest.param(300, None, 256, marks=pytest.mark.slow)],
+    [
+        (1, 50.0, 128),
+        (129, None, 128),
+        (200, 50.0, 128),
+        pytest.param(300, None, 256, marks=pytest.mark.slow),
+    ],
 )
 def test_sliding_windows(window, softcap, head_dim):
     check(Attention(2, 1, head_dim, head_dim**-0.5, softcap, window=window), 1, 600)
@@ -209,7 +214,7 @@ def test_no_stack_no_local_memory_and_products_in_flight(kernel):
 
 @pytest.mark.slow
 def test_a_capped_window_at_head_dim_256_keeps_two_values_on_the_stack():
-    """The one configuration known to want more registers than there are: what it keeps is read once a work unit."""
+    """The one configuration known to want more registers than there are, outside its loops."""
     (report,) = jit.inspect(Attention(16, 8, 256, 0.0625, 50.0, window=4096), TARGET)
     assert report.stack_bytes <= 16 and report.local_loads + report.local_stores <= 8
 

@@ -1,15 +1,15 @@
-"""GQA attention for sm_90a: out = softmax(logits + mask) v, logits = cap * tanh(q k^T * scale / cap) or q k^T * scale.
+"""GQA attention for sm_90a: out = softmax(logits + mask) v, logits = cap * tanh(q k^T * scale / cap) or q k^T
+* scale.
 
 q (B, S, H, D), k and v (B, S, KV, D), out (B, S, H, D), all bf16; query head h reads kv head h // (H / KV).
-
-A CTA walks a static list of work units, each 128 query rows of one head, longest first; a unit walks over 128-key tiles in
-two blocks of 64 keys. Roles, in the order data meets them:
+ A CTA walks a static list of work units, each 128 query rows of one head, longest first; a unit walks over
+128-key tiles in two blocks of 64 keys. Roles, in the order data meets them:
   load      one warp: q, k and v by TMA into 128-byte-swizzled shared memory
-  consumer  2 warpgroups of 64 rows: S = q k^T (wgmma, both operands in shared memory) into registers, weights P from S in
-            registers, O += P v (wgmma, P from registers); then O through shared memory to global memory by TMA
-While a warpgroup computes weights of one block, the tensor core has its scores of the next block, its O of the one before,
-and the other warpgroup's products to work on: S has two register buffers where D <= 128, P always has.
-"""
+  consumer  2 warpgroups of 64 rows: S = q k^T (wgmma, both operands in shared memory) into registers, weights
+      P from S in registers, O += P v (wgmma, P from registers); then O through shared memory to global memory
+      by TMA While a warpgroup computes weights of one block, the tensor core has its scores of the next
+      block, its O of the one before, and the other warpgroup's products to work on: S has two register
+      buffers where D <= 128, P always has. """
 
 import math
 from dataclasses import dataclass, fields
@@ -59,8 +59,9 @@ def default_tuning(head_dim: int) -> AttentionTuning:
 
 @dataclass(frozen=True)
 class Barriers:
-    """First mbarrier of each kind: q_full, q_empty one a consumer; the others one a stage. A plain record of pointers: the
-    tracer takes a method call on a value for a change of it, so that the storage struct cannot be read within a loop."""
+    """First mbarrier of each kind: q_full, q_empty one a consumer; the others one a stage. A plain record of
+    pointers: the tracer takes a method call on a value for a change of it, so that the storage struct cannot
+    be read within a loop."""
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
@@ -72,8 +73,8 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Smem:
-    """q and out (64, D, consumers), k and v (64, D, stages). words: under a mask tensor, key tiles of this unit and the next,
-    then for each stage of keys 4 j + class of its tile j, for the consumers to read."""
+    """q and out (64, D, consumers), k and v (64, D, stages). words: under a mask tensor, key tiles of this
+    unit and the next, then for each stage of keys 4 j + class of its tile j, for the consumers to read."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -84,9 +85,10 @@ class Smem:
 
 @dataclass(frozen=True)
 class Attention:
-    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the logits, None for
-    none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a row reads itself and the
-    window - 1 keys before it; None for all before it. tuning: None for `default_tuning`."""
+    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the
+    logits, None for none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a
+    row reads itself and the window - 1 keys before it; None for all before it. tuning: None for
+    `default_tuning`."""
 
     heads: int
     kv_heads: int
@@ -109,7 +111,9 @@ class Attention:
         if self.mask not in ("causal", "none", "tensor"):
             raise ValueError(f'mask: got {self.mask!r}, want "causal", "none" or "tensor"')
         if self.window is not None and (self.mask != "causal" or self.window < 1):
-            raise ValueError(f'window: got {self.window} with mask {self.mask!r}, want at least 1, with "causal"')
+            raise ValueError(
+                f'window: got {self.window} with mask {self.mask!r}, want at least 1, with "causal"'
+            )
         if self.tuning is None:
             object.__setattr__(self, "tuning", default_tuning(self.head_dim))
         if self.tuning.stages < 2 or self.tuning.stages & (self.tuning.stages - 1):
@@ -126,7 +130,7 @@ class Attention:
             TensorArg("out", "bf16", q),
         )
 
-    # ---- sizes -------------------------------------------------------------------------------------------------------
+    # ---- sizes ---------------------------------------------------------------------------------------------
 
     @property
     def threads(self) -> int:
@@ -134,12 +138,14 @@ class Attention:
 
     @property
     def lead(self) -> int:
-        """Blocks whose scores are issued before the weights of the first of them are computed: buffers of S."""
+        """Blocks whose scores are issued before the weights of the first of them are computed: buffers of
+        S."""
         return 2 if self.head_dim <= 128 else 1
 
     @property
     def shares_q(self) -> bool:
-        """Whether out is staged in q's shared memory, because both together leave too little for keys and values."""
+        """Whether out is staged in q's shared memory, because both together leave too little for keys and
+        values."""
         return self.head_dim > 128
 
     @property
@@ -156,10 +162,12 @@ class Attention:
         """How softmax computes tanh until it knows better: the cheapest way that the cap admits."""
         return softmax.usable_levels(self.cap)[0] if self.fixed_shift else 0
 
-    # ---- host entry --------------------------------------------------------------------------------------------------
+    # ---- host entry ----------------------------------------------------------------------------------------
 
     @cute.jit
-    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream):
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream
+    ):
         self.launch(q, k, v, out, None, stream)
 
     def launch(self, q, k, v, out, mask, stream):
@@ -184,13 +192,13 @@ class Attention:
         return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
     def mmas(self):
-        """Tiled MMAs of one warpgroup: S = q k^T (both K-major) and O = P v (P from registers, v as it lies: N-major)."""
+        """Tiled MMAs of one warpgroup: S = q k^T (both K-major) and O = P v (P from registers, v as it lies:
+        N-major)."""
         k_major, n_major = OperandMajorMode.K, OperandMajorMode.MN
         make = sm90_utils.make_trivial_tiled_mma
         qk = make(BFloat16, BFloat16, k_major, k_major, Float32, (1, 1, 1), (ROWS, BLOCK))
-        pv = make(
-            BFloat16, BFloat16, k_major, n_major, Float32, (1, 1, 1), (ROWS, self.head_dim), warpgroup.OperandSource.RMEM
-        )
+        o_tile, registers = (ROWS, self.head_dim), warpgroup.OperandSource.RMEM
+        pv = make(BFloat16, BFloat16, k_major, n_major, Float32, (1, 1, 1), o_tile, registers)
         return qk, pv
 
     def _storage(self):
@@ -213,7 +221,7 @@ class Attention:
 
         return Storage
 
-    # ---- device entry ------------------------------------------------------------------------------------------------
+    # ---- device entry --------------------------------------------------------------------------------------
 
     @cute.kernel
     def kernel(self, atoms: tuple, tensors: tuple, mask: tuple | None, b: Int32, s: Int32):
@@ -254,11 +262,11 @@ class Attention:
         tensors = (buffer.get_tensor(layout.outer, swizzle=layout.inner) for buffer, layout in pairs)
         return Smem(*tensors, storage.words.get_tensor(cute.make_layout(2 + self.tuning.stages)))
 
-    # ---- work units --------------------------------------------------------------------------------------------------
+    # ---- work units ----------------------------------------------------------------------------------------
 
     def unit_count(self, b, s):
-        """How many units this CTA has. Round i gives CTA c unit i * CTAs + c, every other round in reverse order, so that
-        the longer units of one round meet the shorter ones of the next."""
+        """How many units this CTA has. Round i gives CTA c unit i * CTAs + c, every other round in reverse
+        order, so that the longer units of one round meet the shorter ones of the next."""
         units = self.heads * b * cute.ceil_div(s, TILE)
         ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
         rounds, rest = units // ctas, units % ctas
@@ -266,8 +274,8 @@ class Attention:
         return rounds + Int32(place < rest)
 
     def unit(self, index, b, s):
-        """(query tile, head, batch) of this CTA's unit `index`: longest query tiles first; then heads, so that those that
-        share a kv head run together and find k and v in L2."""
+        """(query tile, head, batch) of this CTA's unit `index`: longest query tiles first; then heads, so
+        that those that share a kv head run together and find k and v in L2."""
         ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
         unit = index * ctas + cutlass.select_(index % 2 == 0, cta, ctas - 1 - cta)
         tile = cute.ceil_div(s, TILE) - 1 - unit // (self.heads * b)
@@ -313,5 +321,6 @@ class MaskedAttention(Attention):
 def _rows(t):
     """(B, S, H, D) as (S, D, (H, B)): a block's modes first."""
     shape, stride = ([x[i] for i in (1, 3, 2, 0)] for x in (t.shape, t.stride))
-    layout = cute.make_layout((shape[0], shape[1], tuple(shape[2:])), stride=(stride[0], stride[1], tuple(stride[2:])))
+    shape, stride = ((x[0], x[1], tuple(x[2:])) for x in (shape, stride))
+    layout = cute.make_layout(shape, stride=stride)
     return cute.make_tensor(t.iterator, layout)

@@ -1,10 +1,9 @@
-"""A consumer warpgroup of the sm_90a attention kernel: both products of its 64 query rows, the weights between them, and the
-output.
-
-Blocks of 64 keys follow one another as a software pipeline. With lead L, when the weights of block i are done, the warpgroup
-issues the scores of block i + L, into registers whose scores it has just used up, and the product of block i's weights with
-its values; then it waits for the scores of block i + 1, which were issued a block or two ago.
-"""
+"""A consumer warpgroup of the sm_90a attention kernel: both products of its 64 query rows, the weights
+between them, and the output.
+ Blocks of 64 keys follow one another as a software pipeline. With lead L, when the weights of block i are
+done, the warpgroup issues the scores of block i + L, into registers whose scores it has just used up, and the
+product of block i's weights with its values; then it waits for the scores of block i + 1, which were issued a
+block or two ago. """
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +30,9 @@ STORE_BARRIER = 1  # first of the named barriers, one a consumer; 0 is the CTA's
 @dataclass(frozen=True)
 class Consumer:
     """What one warpgroup works with.
-
-    group: its number; q (…, k blocks), k and v (…, k blocks, stage): operands in shared
-    memory; scores: buffers of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; level: of
-    softmax.capped_weights; lazy: of softmax.lazy_weights.
-    """
+ group: its number; q (…, k blocks), k and v (…, k blocks, stage): operands in shared memory; scores: buffers
+of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; level: of
+softmax.capped_weights; lazy: of softmax.lazy_weights. """
 
     group: Int32
     q: cute.Tensor
@@ -51,9 +48,9 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Unit:
-    """A work unit as one thread sees it: its first row in the sequence (the other is 8 below), the query tile, the last key
-    tile, the sequence length; under a mask tensor this batch's entries, minus each row's largest one in binary orders, and
-    whether that is 0 throughout the warp."""
+    """A work unit as one thread sees it: its first row in the sequence (the other is 8 below), the query
+    tile, the last key tile, the sequence length; under a mask tensor this batch's entries, minus each row's
+    largest one in binary orders, and whether that is 0 throughout the warp."""
 
     row: Int32
     tile: Int32
@@ -66,8 +63,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class KeyTile:
-    """One key tile of a unit. j: its number. clean: whether every key of it is read, with nothing added; True or False where
-    that is known beforehand. kind: its class under a mask tensor."""
+    """One key tile of a unit. j: its number. clean: whether every key of it is read, with nothing added; True
+    or False where that is known beforehand. kind: its class under a mask tensor."""
 
     j: Int32
     clean: Boolean | bool
@@ -111,8 +108,10 @@ def _consumer(kernel, smem):
     qk_mma, pv_mma = kernel.mmas()
     # Descriptors are the same for every thread of a warpgroup: slice 0.
     qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-    transposed = cute.make_tensor(smem.v.iterator, cute.select(smem.v.layout, mode=[1, 0, 2]))  # (D, 64, stages)
-    s_shape, o_shape = (qk_mma.partition_shape_C((ROWS, ROWS)), pv_mma.partition_shape_C((ROWS, kernel.head_dim)))
+    # (D, 64, stages)
+    transposed = cute.make_tensor(smem.v.iterator, cute.select(smem.v.layout, mode=[1, 0, 2]))
+    s_shape = qk_mma.partition_shape_C((ROWS, ROWS))
+    o_shape = pv_mma.partition_shape_C((ROWS, kernel.head_dim))
     return Consumer(
         group,
         qk_mma.make_fragment_A(qk.partition_A(smem.q))[None, None, None, group],
@@ -133,7 +132,8 @@ def _consumer(kernel, smem):
 
 @dsl_user_op
 def _thread(*, loc=None, ip=None) -> Int32:
-    """This thread's number in its warpgroup, read anew at each use, so that no register keeps it or what follows from it."""
+    """This thread's number in its warpgroup, read anew at each use, so that no register keeps it or what
+    follows from it."""
     text = f"{{.reg .u32 t; mov.u32 t, %tid.x; and.b32 $0, t, {WARPGROUP - 1};}}"
     return Int32(
         llvm.inline_asm(
@@ -162,7 +162,7 @@ def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
     return Unit(row, tile, last, s, entries, shift, plain)
 
 
-# ---- the pipeline ----------------------------------------------------------------------------------------------------
+# ---- the pipeline ------------------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -206,12 +206,10 @@ def _later_tile(kernel, me, bars, smem, unit, i, number, last: cutlass.Constexpr
 
 @cute.jit
 def _block(kernel, me, bars, unit, tile, half: cutlass.Constexpr, number, place: cutlass.Constexpr):
-    """Weights of the block that is this half of a key tile, then the products that follow from them. place: whether it is the
-    first block of the unit, and whether the tile is its last.
-
-    Before products are issued, those issued a block ago end: that leaves the other warpgroup's to keep the tensor core busy,
-    and ptxas, which follows groups in flight through no loop, wants it so.
-    """
+    """Weights of the block that is this half of a key tile, then the products that follow from them. place:
+    whether it is the first block of the unit, and whether the tile is its last.
+ Before products are issued, those issued a block ago end: that leaves the other warpgroup's to keep the
+tensor core busy, and ptxas, which follows groups in flight through no loop, wants it so. """
     first, last = place
     more = not last or (half == 0 and kernel.lead == 1)
     # Asked before the weights, so that the answer, most often yes, need not be waited for.
@@ -259,7 +257,8 @@ def _is_full(kernel, barriers, number):
 
 
 def _gemm(mma, accumulator, a, b, accumulate):
-    """accumulator (+)= a b^T over all K blocks. The atom is fresh: setting its field rebinds it in this scope."""
+    """accumulator (+)= a b^T over all K blocks. The atom is fresh: setting its field rebinds it in this
+    scope."""
     atom = cute.make_mma_atom(mma.op)
     for i in range(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, accumulate if i == 0 else True)
@@ -273,7 +272,7 @@ def _arrive(barrier):
         cute.arch.mbarrier_arrive(barrier)
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights -----------------------------------------------------------------------------------------------
 
 
 def _key_tile(kernel, smem, unit, i, number, first: bool):
@@ -331,8 +330,8 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
 
 
 def _last_keys(kernel, unit, tile, key):
-    """The last key, less `key`, that positions let each of the thread's rows read. Rows beyond the sequence are stored nowhere:
-    a causal row needs no other bound."""
+    """The last key, less `key`, that positions let each of the thread's rows read. Rows beyond the sequence
+    are stored nowhere: a causal row needs no other bound."""
     rows = [unit.row, unit.row + 8]
     if kernel.mask == "causal":
         last = rows
@@ -346,7 +345,8 @@ def _last_keys(kernel, unit, tile, key):
 
 @cute.jit
 def _bias(unit, tile, key, view, c: cutlass.Constexpr):
-    """What is added to the exponents of elements from c on under a mask tensor, -inf where the key is hidden."""
+    """What is added to the exponents of elements from c on under a mask tensor, -inf where the key is
+    hidden."""
     bias = cute.make_rmem_tensor((softmax.BIAS_CHUNK,), Float32)
     if tile.kind == MIXED:
         for i in cutlass.range_constexpr(softmax.BIAS_CHUNK):
@@ -369,7 +369,7 @@ def _scale_out(me, factors):
         me.out[c] = me.out[c] * factors[(c // 2) % softmax.ROWS]
 
 
-# ---- output ----------------------------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -382,7 +382,8 @@ def _wait_for_store():
 
 @cute.jit
 def _write_output(kernel, me, sO, out, unit):
-    """O / sums to bf16, through shared memory, by one TMA store of this warpgroup's 64 rows; rows without weights are 0."""
+    """O / sums to bf16, through shared memory, by one TMA store of this warpgroup's 64 rows; rows without
+    weights are 0."""
     tile, head, batch = unit
     factors = []
     for row in cutlass.range_constexpr(softmax.ROWS):

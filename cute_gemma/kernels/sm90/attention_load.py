@@ -1,8 +1,7 @@
-"""The load warp of the sm_90a attention kernel: q, k and v of each work unit by TMA, in the order the consumers use them.
-
-Block i of a unit is half of a key tile, the upper half first; tiles come last first, so that a causal diagonal is at the
-start. With lead L the order is k_0 .. k_L-1, then k_i+L and v_i for each i.
-"""
+"""The load warp of the sm_90a attention kernel: q, k and v of each work unit by TMA, in the order the
+consumers use them.
+ Block i of a unit is half of a key tile, the upper half first; tiles come last first, so that a causal
+diagonal is at the start. With lead L the order is k_0 .. k_L-1, then k_i+L and v_i for each i. """
 
 import cutlass
 import cutlass.cute as cute
@@ -115,7 +114,7 @@ def _end_tile(kernel, smem, loads, j, number):
     return number + 2
 
 
-# ---- under a mask tensor: tiles by class -----------------------------------------------------------------------------
+# ---- under a mask tensor: tiles by class -------------------------------------------------------------------
 
 
 def class_row(classes, tile, batch, s):

@@ -1,18 +1,18 @@
-"""Scores to weights in the registers of one consumer warpgroup (wgmma accumulator layout), for the sm_90a attention.
-
-A thread holds 2 rows of a (64, N) tile: element c of its accumulator lies in row 8 * ((c // 2) % 2) + lane / 4 of its
-warp's 16 rows and in column 8 * (c // 4) + 2 * (lane % 4) + c % 2. Read pairwise as bf16, the same order is the A operand
-of the second product, so weights never leave the thread.
+"""Scores to weights in the registers of one consumer warpgroup (wgmma accumulator layout), for the sm_90a
+attention.
+ A thread holds 2 rows of a (64, N) tile: element c of its accumulator lies in row 8 * ((c // 2) % 2) + lane /
+4 of its warp's 16 rows and in column 8 * (c // 4) + 2 * (lane % 4) + c % 2. Read pairwise as bf16, the same
+order is the A operand of the second product, so weights never leave the thread.
 
 Two ways to shift the exponent:
   * fixed (a cap bounds the logits): p = 2^(log2e * cap * tanh(s * scale / cap)). Nothing is ever rescaled.
-  * lazy (no cap, or one too large for fp32): p = 2^(log2e * scale * s - shift), the shift set well above the first tile's
-    maximum and raised, with O rescaled, only where a weight grows beyond all bounds.
-Both learn from the sums of weights, which are needed anyway, whether the tile was computed right, and do it anew from the
-scores, which are still there, if it was not. So a score costs no comparison: capped, 4 multiply-adds, 1 ex2, 1 addition and
-half a conversion; without cap 1, 1, 1 and a half. While the tensor core runs, an SM sub-partition's registers feed little more
-than one operand a cycle to anything else, so operands count as much as instructions.
-"""
+  * lazy (no cap, or one too large for fp32): p = 2^(log2e * scale * s - shift), the shift set well above the
+      first tile's maximum and raised, with O rescaled, only where a weight grows beyond all bounds. Both
+      learn from the sums of weights, which are needed anyway, whether the tile was computed right, and do it
+      anew from the scores, which are still there, if it was not. So a score costs no comparison: capped, 4
+      multiply-adds, 1 ex2, 1 addition and half a conversion; without cap 1, 1, 1 and a half. While the tensor
+      core runs, an SM sub-partition's registers feed little more than one operand a cycle to anything else,
+      so operands count as much as instructions. """
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,20 +28,21 @@ from cute_gemma.kernels.common.softcap import LOG2_E, TANH_FITS, Softcap, exp2, 
 from cute_gemma.kernels.common.softmax import pack_bf16, unpack_bf16
 
 ROWS = 2  # rows a thread holds
-# How the work of a block is paced (see _sum_and_pack): elements of a group, and groups that may be under way besides.
+# How the work of a block is paced (see _sum_and_pack): elements of a group, and groups that may be under way
+# besides.
 GROUP, LAG = 4, 2
 BIAS_CHUNK = 8  # elements whose biases are in registers at a time
 # A weight this far below the sum of its row, as a power of 2, is lost in it, even a million times over.
 NEGLIGIBLE = 30
-# A polynomial is of use where the end of its range is this large a base-2 exponent: then ordinary sums, from 2^-10 to
-# 2^40, tell that scores were in range.
+# A polynomial is of use where the end of its range is this large a base-2 exponent: then ordinary sums, from
+# 2^-10 to 2^40, tell that scores were in range.
 LEAST_EXPONENT = NEGLIGIBLE + 10
 WIDE = len(TANH_FITS)  # the level that takes any score
-# Binary orders from a row's largest weight, when its shift is set, to 1; weights 2^-86 of the largest vanish, which no bf16
-# result can tell.
+# Binary orders from a row's largest weight, when its shift is set, to 1; weights 2^-86 of the largest vanish,
+# which no bf16 result can tell.
 MARGIN = 40.0
-# Largest sum that a row's weights in one tile may have before its shift is raised: with MARGIN, scores 2^80 times heavier
-# than the first tile's heaviest.
+# Largest sum that a row's weights in one tile may have before its shift is raised: with MARGIN, scores 2^80
+# times heavier than the first tile's heaviest.
 RAISE_ABOVE = 2.0**40
 # A shift below any: finite, so that differences are never NaN.
 LOWEST = -1e30
@@ -50,9 +51,8 @@ LOWEST = -1e30
 @dataclass(frozen=True)
 class Quintic:
     """log2e * cap * tanh(s * scale / cap) ~ r * ((r^2 + b)^2 + c) with r = k s, from the fit of degree 5.
-
-    Completing the square leaves no factor of r^4, so that every step takes at most one register besides its own.
-    """
+ Completing the square leaves no factor of r^4, so that every step takes at most one register besides its own.
+"""
 
     softcap: Softcap
 
@@ -67,9 +67,10 @@ class Quintic:
 
 @dataclass(frozen=True)
 class View:
-    """What a thread's rows may see of a block. Either last, the last column of each of its two rows, less its own first column,
-    and window, how many columns up to there (None for all): element c is column 8 * (c // 4) + c % 2 of row (c // 2) % 2. Or
-    bias: a function that gives, for elements c .. c + BIAS_CHUNK - 1, what is added to their exponents, -inf where hidden."""
+    """What a thread's rows may see of a block. Either last, the last column of each of its two rows, less its
+    own first column, and window, how many columns up to there (None for all): element c is column 8 * (c //
+    4) + c % 2 of row (c // 2) % 2. Or bias: a function that gives, for elements c .. c + BIAS_CHUNK - 1, what
+    is added to their exponents, -inf where hidden."""
 
     last: tuple | None
     window: int | None
@@ -78,8 +79,8 @@ class View:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A thread's state of lazily shifted softmax. shift: one a row, in binary orders. rescale: what O, as of the tile before,
-    is to be multiplied with where raised[0] is not 0."""
+    """A thread's state of lazily shifted softmax. shift: one a row, in binary orders. rescale: what O, as of
+    the tile before, is to be multiplied with where raised[0] is not 0."""
 
     shift: cute.Tensor
     rescale: cute.Tensor
@@ -87,15 +88,16 @@ class Lazy:
 
 
 def unseen(x: Int32) -> Int32:
-    """x by way of a shuffle from each lane to itself, through which no assembler sees. What depends on it is computed where
-    it is used, instead of being kept in registers from an earlier use or from before a loop."""
+    """x by way of a shuffle from each lane to itself, through which no assembler sees. What depends on it is
+    computed where it is used, instead of being kept in registers from an earlier use or from before a
+    loop."""
     return cute.arch.shuffle_sync_bfly(x, offset=0)
 
 
 @dsl_user_op
 def settle(x: Float32, *, loc=None, ip=None) -> Float32:
-    """x, computed before the products that follow are issued: what it depends on may be weights, whose registers are theirs
-    from then on (PTX ISA, wgmma.mma_async)."""
+    """x, computed before the products that follow are issued: what it depends on may be weights, whose
+    registers are theirs from then on (PTX ISA, wgmma.mma_async)."""
     return Float32(
         llvm.inline_asm(
             T.f32(), [x.ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,f", has_side_effects=True,
@@ -110,7 +112,7 @@ def usable_levels(softcap: Softcap) -> tuple[int, ...]:
     return (*usable, WIDE)
 
 
-# ---- exponents: a score's base-2 exponent as a product of two factors ------------------------------------------------
+# ---- exponents: a score's base-2 exponent as a product of two factors --------------------------------------
 
 
 def _quintic(softcap, s, k=None):
@@ -138,13 +140,12 @@ def _uncapped(scale, s, k=None):
 
 
 def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
-    """Weights 2^(exponent of the score + shift of its row): rP, and tile[row] = their sums. Where a view hides keys a row may
-    have few: it sums the rounded weights, so that a lone key weighs exactly 1.
-
-    pace: a constant that the exponent begins with. It is made to depend on the sums as of LAG groups of elements ago. Left
-    alone, ptxas puts all polynomials first and leaves a tail of ex2; so it cannot run ahead, and all units have work
-    throughout. An infinite or undefined sum spoils the constant, and shows in the sums for that.
-    """
+    """Weights 2^(exponent of the score + shift of its row): rP, and tile[row] = their sums. Where a view
+    hides keys a row may have few: it sums the rounded weights, so that a lone key weighs exactly 1.
+ pace: a constant that the exponent begins with. It is made to depend on the sums as of LAG groups of elements
+ago. Left alone, ptxas puts all polynomials first and leaves a tail of ex2; so it cannot run ahead, and all
+units have work throughout. An infinite or undefined sum spoils the constant, and shows in the sums for that.
+"""
     part, history, constants, bias = [None] * ROWS, [], [None] * ROWS, None
     for c in range(0, cute.size(rS), 2):
         row = (c // 2) % ROWS
@@ -191,7 +192,8 @@ def seen(view, c):
 
 
 def _afresh(view):
-    """The same view, to be compared with anew: results for every element would fill the predicate registers."""
+    """The same view, to be compared with anew: results for every element would fill the predicate
+    registers."""
     if view is None or view.bias is not None:
         return view
     return View(tuple(unseen(x) for x in view.last), view.window, None)
@@ -202,15 +204,14 @@ def any_exponent(scale: float, cap: float | None):
     return partial(_uncapped, scale) if cap is None else partial(_wide, Softcap(scale, cap))
 
 
-# ---- fixed shift -----------------------------------------------------------------------------------------------------
+# ---- fixed shift -------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr, paced: cutlass.Constexpr):
     """Weights of a block without hidden keys: rP, an Int32 view of the A operand, and sums[row] += theirs.
-
-    level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit. paced: see _sum_and_pack.
-    """
+ level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit. paced: see
+_sum_and_pack. """
     tile = cute.make_rmem_tensor((ROWS,), Float32)
     for i in cutlass.range_constexpr(WIDE):
         if cutlass.const_expr(i in usable_levels(softcap)):
@@ -235,8 +236,9 @@ def _at_level(softcap, i):
 
 
 def _in_range(tile, limit):
-    """Whether every weight of the warp is right, or lost in its row: the polynomials increase, so that a weight below 2^limit
-    means a score within the range or below it; and weights of scores below it are less than 2^-limit."""
+    """Whether every weight of the warp is right, or lost in its row: the polynomials increase, so that a
+    weight below 2^limit means a score within the range or below it; and weights of scores below it are less
+    than 2^-limit."""
     fine = Boolean(True)
     for row in range(ROWS):
         fine = fine & Boolean(tile[row] <= 2.0**limit) & Boolean(tile[row] >= 2.0 ** (NEGLIGIBLE - limit))
@@ -245,8 +247,8 @@ def _in_range(tile, limit):
 
 @cute.jit
 def capped_weights_within(rS, rP, sums, s, softcap: cutlass.Constexpr, view, any_way: cutlass.Constexpr):
-    """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by tanh.approx. any_way:
-    by tanh.approx always, which takes fewer registers. s: the sequence length."""
+    """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by
+    tanh.approx. any_way: by tanh.approx always, which takes fewer registers. s: the sequence length."""
     tile = cute.make_rmem_tensor((ROWS,), Float32)
     fine = Boolean(False)
     if cutlass.const_expr(not any_way and WIDE - 1 in usable_levels(softcap)):
@@ -267,19 +269,20 @@ def capped_weights_within(rS, rP, sums, s, softcap: cutlass.Constexpr, view, any
         sums[row] = settle(sums[row] + tile[row])
 
 
-# ---- lazy shift ------------------------------------------------------------------------------------------------------
+# ---- lazy shift --------------------------------------------------------------------------------------------
 
 
 @cute.jit
 def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view, first: cutlass.Constexpr):
-    """Weights of a block, under a view or None, and sums[row] += theirs. exponent: an increasing function of the score; first:
-    whether this is the unit's first block, which sets the shifts."""
+    """Weights of a block, under a view or None, and sums[row] += theirs. exponent: an increasing function of
+    the score; first: whether this is the unit's first block, which sets the shifts."""
     if cutlass.const_expr(first):
         _raise_shifts(rS, rP, sums, lazy, exponent, view)
     else:
         tile = cute.make_rmem_tensor((ROWS,), Float32)
         tile.fill(0.0)
-        # Always so. Without a branch ptxas finds P written among products in flight, and makes them all wait (C7513).
+        # Always so. Without a branch ptxas finds P written among products in flight, and makes them all wait
+        # (C7513).
         if lazy.shift[0] >= LOWEST:
             _sum_and_pack(rS, rP, tile, exponent, [-lazy.shift[row] for row in range(ROWS)], view)
         fine = Boolean(True)
@@ -294,7 +297,8 @@ def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view, first: c
 
 @cute.jit
 def _raise_shifts(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view):
-    """Shifts from the block's largest exponents where these are larger, its weights with them, and how to rescale O."""
+    """Shifts from the block's largest exponents where these are larger, its weights with them, and how to
+    rescale O."""
     tops = _largest_exponents(rS, exponent, view)
     for row in cutlass.range_constexpr(ROWS):
         top = tops[row]
