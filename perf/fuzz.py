@@ -4,9 +4,9 @@
     scripts/fuzz --seed 123             one problem
     scripts/fuzz --target sm_90a --start 0
 
-Problem number N is the same on every machine. Failures are kept, with their numbers and messages, in a file that
-the last line names. A new compilation takes seconds, so that sizes a kernel is compiled for change slowly: the
-numbers from one multiple of 25 to the next share them.
+Problem number N is the same on every machine. Failures are kept, with their numbers and messages, in a file
+that the last line names. A new compilation takes seconds, so that sizes a kernel is compiled for change
+slowly: the numbers from one multiple of 25 to the next share them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _ROUNDING = 2.0**-8
 class Problem:
     """kind: one of KINDS. mask: one of MASKS, mask_dtype "bf16" or "f32", mask_batch: one a batch entry.
 
-    offset: elements by which inputs start beyond their allocation. gain: of the logits. data: the inputs' seed.
+    offset: elements by which inputs start beyond their allocation. gain: of the logits. data: the inputs'
+    seed.
     """
 
     kind: str
@@ -82,7 +83,9 @@ def problem(number: int) -> Problem:
     return Problem(
         kind,
         batch=own.choice((1, 1, 2, 3)),
-        seq=own.choice((1, own.randint(2, 127), own.randint(128, 400), 128 * own.randint(1, 4) + own.randint(-1, 1))),
+        seq=own.choice(
+            (1, own.randint(2, 127), own.randint(128, 400), 128 * own.randint(1, 4) + own.randint(-1, 1))
+        ),
         mask=own.choice(MASKS),
         mask_dtype=own.choice(("bf16", "f32")),
         mask_batch=own.random() < 0.5,
@@ -95,9 +98,12 @@ def problem(number: int) -> Problem:
 
 
 def check(p: Problem, target: str = "sm_100a") -> float:
-    """Runs a problem; the largest error as a multiple of what is allowed. Raises Mismatch and EmulationError."""
+    """Runs a problem; the largest error as a multiple of what is allowed.
+
+    Raises Mismatch and EmulationError."""
     runs: dict[str, Callable[[Problem, str], float]] = {
-        "forward": _forward, "attention": _attention, "qkv backward": _qkv_backward, "rope backward": _rope_backward,
+        "forward": _forward, "attention": _attention, "qkv backward": _qkv_backward,
+        "rope backward": _rope_backward,
     }  # fmt: skip
     with torch.no_grad():
         return runs[p.kind](p, target)
@@ -196,9 +202,7 @@ def _attention(p: Problem, target: str) -> float:
     mask = make_mask(p, draw)
     plan = functional.plan_attention(q, k, v, mask=mask, softcap=p.softcap, target=target)
     _run(plan, p)
-    config = AttentionConfig(
-        heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, softcap=p.softcap
-    )
+    config = AttentionConfig(heads=p.heads, kv_heads=p.kv_heads, head_dim=p.head_dim, softcap=p.softcap)
     eager = reference.attention(q, k, v, mask, config)
     exact = reference.attention(*map(_wide, (q, k, v, mask)), config)
     return _compare("out", plan.output, eager, exact)
@@ -245,7 +249,9 @@ def _rope_backward(p: Problem, target: str) -> float:
 # ---------------------------------------------------------------- command
 def main() -> int:
     """0 if every problem of this run passes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--target", default="sm_100a")
     parser.add_argument("--start", type=int, help="first problem (the one after the last that was run)")
@@ -254,7 +260,13 @@ def main() -> int:
     state = STATE / f"{options.target}.json"
     failures = STATE / f"{options.target}-failures.jsonl"
     state.parent.mkdir(parents=True, exist_ok=True)
-    number = options.start if options.start is not None else json.loads(state.read_text())["next"] if state.exists() else 0
+    number = (
+        options.start
+        if options.start is not None
+        else json.loads(state.read_text())["next"]
+        if state.exists()
+        else 0
+    )
     if options.seed is not None:
         p = problem(options.seed)
         print(p)

@@ -3,12 +3,12 @@
     python perf/mutate.py                           every sm_100a kernel, then the tables
     python perf/mutate.py --target sm_90a --kernel attention --per-kind 20
     python perf/mutate.py --report                  the tables of what was run before
-    python perf/mutate.py --unmodified 50           no false reports: the kernels themselves, 50 random schedules
+    python perf/mutate.py --unmodified 50           the kernels themselves, 50 random schedules: no reports
 
-A mutant is killed by a report (any fault but a deadlock), by a deadlock (or by running 20 times as long), or by
-a wrong result: output bits other than the unmodified kernel's, which are the same under every schedule. It runs
-under `lazy` and then under `random:1` to `random:5`, on inputs that reach the changed statement, until it is
-killed. Results are kept, so that a stopped run goes on where it was; `--retry` runs survivors anew.
+A mutant is killed by a report (any fault but a deadlock), by a deadlock (or by running 20 times as long), or
+by a wrong result: output bits other than the unmodified kernel's, which are the same under every schedule. It
+runs under `lazy` and then under `random:1` to `random:5`, on inputs that reach the changed statement, until it
+is killed. Results are kept, so that a stopped run goes on where it was; `--retry` runs survivors anew.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def kept(target: Target) -> dict[str, Outcome]:
 # ---------------------------------------------------------------- equivalent mutants
 @dataclass(frozen=True)
 class Equivalence:
-    """A line of equivalent_mutants.txt: globs of target, kernel, kind and site, and the rule of the PTX ISA."""
+    """A line of equivalent_mutants.txt: globs of target, kernel, kind and site, and the PTX ISA's rule."""
 
     target: str
     kernel: str
@@ -180,7 +180,8 @@ class Equivalence:
 
     def covers(self, target: Target, outcome: Outcome) -> bool:
         pairs = (
-            (target.arch, self.target), (target.name, self.kernel), (outcome.kind, self.kind), (outcome.site, self.site),
+            (target.arch, self.target), (target.name, self.kernel),
+            (outcome.kind, self.kind), (outcome.site, self.site),
         )  # fmt: skip
         return all(fnmatch.fnmatchcase(value, pattern) for value, pattern in pairs)
 
@@ -201,8 +202,10 @@ def equivalences(path: Path = EQUIVALENT) -> list[Equivalence]:
 _COLUMNS = ("report", "deadlock", "wrong result", "survived", "equivalent", "not reached")
 
 
-def tally(results: dict[str, tuple[Target, dict[str, Outcome]]], known: list[Equivalence]) -> dict[tuple[str, str, str], Counter]:
-    """Outcomes by kernel, group and kind; a survivor that a line declares equal to the original counts as that."""
+def tally(
+    results: dict[str, tuple[Target, dict[str, Outcome]]], known: list[Equivalence]
+) -> dict[tuple[str, str, str], Counter]:
+    """Outcomes by kernel, group and kind; a survivor declared equal to the original counts as that."""
     counts: dict[tuple[str, str, str], Counter] = defaultdict(Counter)
     for name, (target, outcomes) in results.items():
         for outcome in outcomes.values():
@@ -247,9 +250,14 @@ def print_report(results: dict[str, tuple[Target, dict[str, Outcome]]]) -> None:
     print("\nsurvivors")
     for name, (target, outcomes) in results.items():
         for outcome in sorted(outcomes.values(), key=lambda o: (o.group, o.line)):
-            alive = outcome.outcome in (SURVIVED, UNREACHED) and not any(e.covers(target, outcome) for e in known)
+            alive = outcome.outcome in (SURVIVED, UNREACHED) and not any(
+                e.covers(target, outcome) for e in known
+            )
             if alive:
-                print(f"  {name} | {outcome.kind} | {outcome.site} | {outcome.outcome} | line {outcome.line}: {outcome.original[:110]}")
+                print(
+                    f"  {name} | {outcome.kind} | {outcome.site} | {outcome.outcome} | "
+                    f"line {outcome.line}: {outcome.original[:110]}"
+                )
 
 
 # ---------------------------------------------------------------- the kernels themselves
@@ -257,7 +265,9 @@ def check_unmodified(target: Target, count: int) -> int:
     """Reports on the unmodified kernel under lazy, eager and `count` random schedules, all of them false."""
     wrong = 0
     for index, case in enumerate(prepare(target)):
-        for schedule in tqdm(("lazy", "eager", *(f"random:{s}" for s in range(count))), desc=target.name, mininterval=5):
+        for schedule in tqdm(
+            ("lazy", "eager", *(f"random:{s}" for s in range(count))), desc=target.name, mininterval=5
+        ):
             try:
                 if case.run(schedule=schedule):
                     continue
@@ -271,15 +281,21 @@ def check_unmodified(target: Target, count: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="sm_100a", choices=("sm_100a", "sm_90a"))
     parser.add_argument("--kernel", action="append", help="name or glob; may be repeated (all)")
     parser.add_argument("--kind", help="only mutants of this kind, a glob")
-    parser.add_argument("--per-kind", type=int, default=25, help="of each kind that is not of synchronisation")
+    parser.add_argument(
+        "--per-kind", type=int, default=25, help="of each kind that is not of synchronisation"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of that choice")
     parser.add_argument("--retry", action="store_true", help="run survivors again")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--unmodified", type=int, metavar="N", help="run the kernels themselves, N random schedules")
+    parser.add_argument(
+        "--unmodified", type=int, metavar="N", help="run the kernels themselves, N random schedules"
+    )
     options = parser.parse_args()
     chosen = {
         name: target

@@ -1,5 +1,5 @@
-"""The shipped kernels at sizes small enough to emulate hundreds of times, with several tiles and k blocks a CTA
-and more k blocks than stages, so that every pipeline wraps around."""
+"""The shipped kernels at sizes small enough to emulate hundreds of times, with several tiles and k blocks a
+CTA and more k blocks than stages, so that every pipeline wraps around."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_gemma import jit
-from cute_gemma.emulator.engine import Options, Region, region_of, run_launch
+from cute_gemma.emulator.engine import Options, region_of, run_launch
 from cute_gemma.emulator.launch import Launch
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
@@ -23,7 +23,8 @@ _LOWEST = torch.finfo(torch.bfloat16).min
 SCALE = 128**-0.5
 # Written by the launch before in a chain, so that touching them ahead of griddepcontrol.wait is a fault.
 _PRODUCED = {
-    "hidden_states", "q", "k", "v", "attn", "mask", "row_max", "classes", "grad_q", "grad_k", "norm_partials", "grad_query", "grad_key",
+    "hidden_states", "q", "k", "v", "attn", "mask", "row_max", "classes", "grad_q", "grad_k", "norm_partials",
+    "grad_query", "grad_key",
 }  # fmt: skip
 _SCRATCH = ("partials",)  # contents without meaning after the launch
 
@@ -56,7 +57,7 @@ DONE{number}:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Values of a signature's symbols, and of inputs that are not drawn at random (by name, from the shape)."""
+    """Values of a signature's symbols, and of inputs with a maker of their own (by name, from the shape)."""
 
     symbols: Mapping[str, int]
     values: Mapping[str, Callable[[tuple[int, ...]], Tensor]] = field(default_factory=dict)
@@ -71,7 +72,9 @@ class Target:
     inputs: Callable[[], list[Inputs]]
     arch: str = "sm_100a"
     hazards: bool | str = "strict"
-    given: tuple[str, ...] = ()  # inputs that no launch shortly before writes, read ahead of griddepcontrol.wait
+    given: tuple[
+        str, ...
+    ] = ()  # inputs that no launch shortly before writes, read ahead of griddepcontrol.wait
 
 
 class Case:
@@ -85,7 +88,9 @@ class Case:
         launches: list[Launch] = []
         compiled = jit.compile(kernel, target.arch)
         compiled.host_code(tuple(self.tensors.values()), launches.append)
-        (self.launch,) = launches
+        (launch,) = launches
+        # As if the launch before could still be running, even where this one is the first of a chain.
+        self.launch = replace(launch, programmatic="griddepcontrol.wait" in launch.ptx)
         self.initial = {name: t.clone() for name, t in self.tensors.items()}
         self.regions = [region_of(t) for t in self.tensors.values()]
         self._find_outputs()
@@ -193,8 +198,8 @@ def _masked(seq: int, arch: str, gain: float) -> Inputs:
 
 
 def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, float]) -> Inputs:
-    """Logits whose deviation goes from gains[0] to gains[1] along the keys, so that tiles take different ranges
-    of softcap and shift."""
+    """Logits whose deviation goes from gains[0] to gains[1] along the keys, so that tiles take different
+    ranges of softcap and shift."""
     generator = torch.Generator().manual_seed(6)
     gain = torch.linspace(*gains, seq).view(1, seq, 1, 1)
 
@@ -211,6 +216,7 @@ def _attention(arch: str, masked: bool, *args: Any, **settings: Any) -> Any:
         from cute_gemma.kernels.sm100 import attention as module
     else:
         from cute_gemma.kernels.sm90 import attention as module
+
         settings["tuning"] = replace(module.default_tuning(args[2]), sm_count=4)
     kind = module.MaskedAttention if masked else module.Attention
     return kind(*args, **settings)
@@ -266,8 +272,14 @@ def _attention_targets(arch: str) -> list[Target]:
 
 
 def _gemm_targets(arch: str) -> list[Target]:
-    pair = {"tile_m": 256, "tile_n": 128, "sm_count": 4} if arch == "sm_100a" else {"cluster_m": 2, "sm_count": 4}
+    pair = (
+        {"tile_m": 256, "tile_n": 128, "sm_count": 4}
+        if arch == "sm_100a"
+        else {"cluster_m": 2, "sm_count": 4}
+    )
     split = {"tile_n": 128, "sm_count": 4, "stream_k": True}
+
+    qkv, out = ("QKVProjection", 520, 3, 1, 128), ("OutputProjection", 384, 640)
 
     def kernel(name: str, *args: Any, **settings: Any) -> Callable[[], Any]:
         return partial(_gemm, arch, name, *args, **settings)
@@ -276,11 +288,11 @@ def _gemm_targets(arch: str) -> list[Target]:
         return lambda: [Inputs({"m": m}) for m in counts]
 
     return [
-        Target("qkv projection", kernel("QKVProjection", 520, 3, 1, 128, tuning={"sm_count": 3}), rows(300, 131), arch),
-        Target("qkv projection, clusters", kernel("QKVProjection", 520, 3, 1, 128, tuning=pair), rows(520, 131), arch),
-        Target("qkv projection, split", kernel("QKVProjection", 520, 3, 1, 128, tuning=split), rows(300, 131), arch),
-        Target("output projection", kernel("OutputProjection", 384, 640, tuning={"sm_count": 3}), rows(300, 131), arch),
-        Target("output projection, clusters", kernel("OutputProjection", 384, 640, tuning=pair), rows(520, 131), arch),
+        Target("qkv projection", kernel(*qkv, tuning={"sm_count": 3}), rows(300, 131), arch),
+        Target("qkv projection, clusters", kernel(*qkv, tuning=pair), rows(520, 131), arch),
+        Target("qkv projection, split", kernel(*qkv, tuning=split), rows(300, 131), arch),
+        Target("output projection", kernel(*out, tuning={"sm_count": 3}), rows(300, 131), arch),
+        Target("output projection, clusters", kernel(*out, tuning=pair), rows(520, 131), arch),
         Target("gradients", kernel("QkvGradients", 200, 2, 1, 256, tuning={"sm_count": 3}, norm=True),
                lambda: [Inputs({"batch": 2, "seq": 150}), Inputs({"batch": 1, "seq": 70})], arch,
                given=("hidden_states",)),
@@ -293,9 +305,15 @@ def _gemm_targets(arch: str) -> list[Target]:
 def targets(arch: str) -> dict[str, Target]:
     """Every shipped kernel of an architecture, by name."""
     small = [
-        Target("mask scan", _mask_scan, lambda: [_scan_mask(300)], arch),
+        Target("mask scan", _mask_scan, lambda: [_scan_mask(300), _scan_mask(304)], arch),
         Target("norm backward", _norm_backward, lambda: [Inputs({"rows_q": 524, "rows_k": 131})], arch),
         Target("rope backward", _rope_backward, lambda: [Inputs({"batch": 2, "seq": 37})], arch),
     ]
-    found = [small[0], *_gemm_targets(arch)[:3], *_attention_targets(arch), *_gemm_targets(arch)[3:], *small[1:]]
+    found = [
+        small[0],
+        *_gemm_targets(arch)[:3],
+        *_attention_targets(arch),
+        *_gemm_targets(arch)[3:],
+        *small[1:],
+    ]
     return {target.name: target for target in found}

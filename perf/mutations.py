@@ -10,7 +10,8 @@ Not made, being equal to the original by the PTX ISA:
     completed barrier "can be immediately reused"); nor a second bar.warp.sync;
   a second commit_group where every wait_group waits for all groups: it commits an empty one;
   without griddepcontrol.launch_dependents: it counts as issued when the CTA ends ("griddepcontrol");
-  without prefetch.tensormap, createpolicy or a cache hint: performance hints ("Cache Eviction Priority Hints");
+  without prefetch.tensormap, createpolicy or a cache hint: performance hints ("Cache Eviction Priority
+    Hints");
   a different suspend-time hint of try_wait: "a system-dependent time limit" in any case.
 """
 
@@ -24,13 +25,16 @@ from dataclasses import dataclass
 
 SYNC, ADDRESSING, PREDICATE, ROUNDING = "synchronisation", "addressing", "predicates", "rounding"
 
-_STATEMENT = re.compile(r"^(?P<lead>\s*(?:[\w$]+:\s*)?)(?P<guard>@!?%?[\w$]+\s+)?(?P<text>[a-z]\w*[^;{}]*(?:\{[^;]*)?;)(?P<tail>.*)$")
+_STATEMENT = re.compile(
+    r"^(?P<lead>\s*(?:[\w$]+:\s*)?)(?P<guard>@!?%?[\w$]+\s+)?"
+    r"(?P<text>[a-z]\w*[^;{}]*(?:\{[^;]*)?;)(?P<tail>.*)$"
+)
 _MEMORY = re.compile(r"\[([^\[\]]+)\]")
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A PTX statement on a line of its own. site: opcode and how many statements of that opcode come before."""
+    """A PTX statement on a line of its own. site: opcode and how many statements of it come before."""
 
     index: int  # of the line, from 0
     lead: str
@@ -52,7 +56,8 @@ class Statement:
 
     def with_value(self, old: str, new: str, bits: int, operation: str, amount: int | str) -> str:
         """The line with `new`, holding old changed by operation and amount, in the place `old` had."""
-        return f"{self.lead}{{ .reg .b{bits} mutant; {operation} mutant, {old}, {amount}; {self.guard}{new} }}{self.tail}"
+        value = f".reg .b{bits} mutant; {operation} mutant, {old}, {amount};"
+        return f"{self.lead}{{ {value} {self.guard}{new} }}{self.tail}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,14 @@ def statements(ptx: str) -> list[Statement]:
         opcode = match["text"].split(None, 1)[0].rstrip(";")
         ordinal = count[opcode] = count.get(opcode, -1) + 1
         found.append(
-            Statement(index, match["lead"], match["guard"] or "", match["text"], match["tail"], f"{opcode}#{ordinal}")
+            Statement(
+                index,
+                match["lead"],
+                match["guard"] or "",
+                match["text"],
+                match["tail"],
+                f"{opcode}#{ordinal}",
+            )
         )
     return found
 
@@ -106,7 +118,9 @@ def mutants(ptx: str) -> list[Mutant]:
     return found
 
 
-def sample(found: list[Mutant], per_kind: int | None, seed: int = 0, everything: tuple[str, ...] = (SYNC,)) -> list[Mutant]:
+def sample(
+    found: list[Mutant], per_kind: int | None, seed: int = 0, everything: tuple[str, ...] = (SYNC,)
+) -> list[Mutant]:
     """At most per_kind mutants of each kind, drawn at random, and all of the groups in `everything`."""
     if per_kind is None:
         return found
@@ -127,7 +141,17 @@ _Made = tuple[str, str, "str | tuple[tuple[int, str], ...]"]
 
 
 def _mutants_of(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
-    for maker in (_waits, _signals, _fences, _barriers, _tensor_memory, _coordinates, _accesses, _predicates, _rounding):
+    for maker in (
+        _waits,
+        _signals,
+        _fences,
+        _barriers,
+        _tensor_memory,
+        _coordinates,
+        _accesses,
+        _predicates,
+        _rounding,
+    ):
         yield from maker(s, at, body)
 
 
@@ -151,7 +175,11 @@ def _waits(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
         yield SYNC, "drop wait_group", s.line("")
         pending = re.search(r"\d+(?=\s*;)", s.text)
         if pending and "wait_all" not in op:
-            yield SYNC, "wait_group for one less", s.line(f"{s.text[: pending.start()]}{int(pending[0]) + 1};")
+            yield (
+                SYNC,
+                "wait_group for one less",
+                s.line(f"{s.text[: pending.start()]}{int(pending[0]) + 1};"),
+            )
 
 
 def _signals(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
@@ -160,7 +188,17 @@ def _signals(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
         plain = s.text.replace(".expect_tx", "", 1)
         count = _operands(s)[-1]
         yield SYNC, "drop expect_tx", s.line(plain.replace(f", {count}", "", 1))
-        yield SYNC, "drop arrive", s.line(s.text.replace(".arrive.expect_tx", ".expect_tx.relaxed.cta", 1).replace(f"{_operands(s)[0]},", "", 1) if not _operands(s)[0].startswith("[") else "")
+        yield (
+            SYNC,
+            "drop arrive",
+            s.line(
+                s.text.replace(".arrive.expect_tx", ".expect_tx.relaxed.cta", 1).replace(
+                    f"{_operands(s)[0]},", "", 1
+                )
+                if not _operands(s)[0].startswith("[")
+                else ""
+            ),
+        )
         yield SYNC, "duplicate expect_tx", s.line(f"{s.text} {s.guard}{s.text}")
         for amount in (16, -16):
             changed = re.sub(rf"{re.escape(count)}(?=\s*;)", "mutant", s.text)
@@ -183,8 +221,17 @@ def _signals(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
         # An empty group between two others matters only to a wait that leaves groups pending.
         if any("wait_group" in other.opcode and not other.text.rstrip(";").endswith("0") for other in body):
             yield SYNC, "duplicate commit", s.line(f"{s.text} {s.guard}{s.text}")
-    if any(w in s.words for w in ("acquire", "release", "acq_rel")) and s.words[0] in ("ld", "st", "atom", "red"):
-        yield SYNC, "relax an acquire or release", s.line(re.sub(r"\.(acquire|release|acq_rel)\b", ".relaxed", s.text, count=1))
+    if any(w in s.words for w in ("acquire", "release", "acq_rel")) and s.words[0] in (
+        "ld",
+        "st",
+        "atom",
+        "red",
+    ):
+        yield (
+            SYNC,
+            "relax an acquire or release",
+            s.line(re.sub(r"\.(acquire|release|acq_rel)\b", ".relaxed", s.text, count=1)),
+        )
 
 
 def _fences(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
@@ -231,23 +278,40 @@ def _barriers(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
             for other in body[at + 1 :]:
                 if _named(other) not in (None, number):
                     swapped = [(s, number, _named(other)), (other, _named(other), number)]
-                    yield SYNC, "swap two barriers", tuple(
-                        (x.index, x.line(re.sub(rf"(?<=\s){old}(?=\s*[,;])", new, x.text, count=1)))
-                        for x, old, new in swapped
+                    yield (
+                        SYNC,
+                        "swap two barriers",
+                        tuple(
+                            (x.index, x.line(re.sub(rf"(?<=\s){old}(?=\s*[,;])", new, x.text, count=1)))
+                            for x, old, new in swapped
+                        ),
                     )
                     break
     address = _mbarrier(s)
     if address is None or s.opcode.startswith("mbarrier.init"):
         return
     for amount in (8, -8):
-        yield ADDRESSING, "shift stage index", s.line(s.text.replace(f"[{address}]", f"[{_shifted(address, amount)}]"))
+        yield (
+            ADDRESSING,
+            "shift stage index",
+            s.line(s.text.replace(f"[{address}]", f"[{_shifted(address, amount)}]")),
+        )
     base = address.partition("+")[0]
     for other in body[at + 1 : at + 400]:
         theirs = _mbarrier(other)
-        if theirs and theirs != address and theirs.partition("+")[0] == base and not other.opcode.startswith("mbarrier.init"):
-            yield SYNC, "swap two barriers", tuple(
-                (x.index, x.line(x.text.replace(f"[{old}]", f"[{new}]")))
-                for x, old, new in ((s, address, theirs), (other, theirs, address))
+        if (
+            theirs
+            and theirs != address
+            and theirs.partition("+")[0] == base
+            and not other.opcode.startswith("mbarrier.init")
+        ):
+            yield (
+                SYNC,
+                "swap two barriers",
+                tuple(
+                    (x.index, x.line(x.text.replace(f"[{old}]", f"[{new}]")))
+                    for x, old, new in ((s, address, theirs), (other, theirs, address))
+                ),
             )
             break
 
@@ -259,7 +323,7 @@ def _tensor_memory(s: Statement, at: int, body: list[Statement]) -> Iterator[_Ma
     elif op.startswith("tcgen05.dealloc"):
         yield SYNC, "drop dealloc", s.line("")
     elif op.startswith(("tcgen05.mma", "wgmma.mma_async")):
-        # The descriptors: 64-bit registers, in either order of operands (PTX ISA, "Shared memory descriptor").
+        # The descriptors: the 64-bit registers (PTX ISA, "Shared memory descriptor").
         for register in dict.fromkeys(re.findall(r"%rd\d+", s.text)):
             for kind, operation, amount in (
                 ("shift descriptor offset", "add.s64", 1),
@@ -271,7 +335,11 @@ def _tensor_memory(s: Statement, at: int, body: list[Statement]) -> Iterator[_Ma
                 yield ADDRESSING, kind, s.with_value(register, changed, 64, operation, amount)
     if op.startswith(("tcgen05.mma", "tcgen05.ld", "tcgen05.st", "tcgen05.cp")):
         for address in dict.fromkeys(_MEMORY.findall(s.text)):
-            yield ADDRESSING, "shift TMEM column", s.line(s.text.replace(f"[{address}]", f"[{_shifted(address, 1)}]"))
+            yield (
+                ADDRESSING,
+                "shift TMEM column",
+                s.line(s.text.replace(f"[{address}]", f"[{_shifted(address, 1)}]")),
+            )
 
 
 # ---------------------------------------------------------------- addresses
@@ -290,7 +358,11 @@ def _coordinates(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made
     shared = [m for m in memory if "," not in m]
     if ".shared" in s.opcode and shared:
         shift = 1024 if "tensor" in s.opcode else 16
-        yield ADDRESSING, "shift shared address", s.line(s.text.replace(f"[{shared[0]}]", f"[{_shifted(shared[0], shift)}]", 1))
+        yield (
+            ADDRESSING,
+            "shift shared address",
+            s.line(s.text.replace(f"[{shared[0]}]", f"[{_shifted(shared[0], shift)}]", 1)),
+        )
 
 
 def _accesses(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:

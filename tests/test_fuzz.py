@@ -54,7 +54,9 @@ def test_what_once_failed_passes(name):
 def test_a_problem_number_always_means_the_same_problem():
     assert fuzz.problem(7) == fuzz.problem(7)
     assert len({fuzz.problem(number) for number in range(50)}) == 50
-    sizes = {(p.kind, p.heads, p.head_dim, p.hidden, p.softcap) for p in map(fuzz.problem, range(fuzz.SHARED))}
+    sizes = {
+        (p.kind, p.heads, p.head_dim, p.hidden, p.softcap) for p in map(fuzz.problem, range(fuzz.SHARED))
+    }
     assert len(sizes) == 1, "problems of one block share what is compiled in"
 
 

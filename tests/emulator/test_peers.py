@@ -1,5 +1,5 @@
-"""Public kernels that nobody wrote for this emulator run in it and match torch: FlashAttention-4's forward and
-quack's GEMM, both for sm_100a.
+"""Public kernels that nobody wrote for this emulator run in it and match torch: FlashAttention-4's forward
+and quack's GEMM, both for sm_100a.
 
 The packages are optional. Without their dependencies, so that the DSL stays as it is:
     pip install --no-deps --target PEERS flash-attn-4==4.0.0b36 quack-kernels==0.6.5 einops==0.8.2
@@ -41,7 +41,9 @@ def emulated(*case, schedules=SCHEDULES):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("flash_attn"), reason="flash-attn-4 is not installed, see CUTE_GEMMA_PEERS above")
+@pytest.mark.skipif(
+    not installed("flash_attn"), reason="flash-attn-4 is not installed, see CUTE_GEMMA_PEERS above"
+)
 @pytest.mark.parametrize("seq, head_dim, causal", [(300, 128, True), (256, 64, False)])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_flash_attention_4_matches_torch(seq, head_dim, causal, softcap):
@@ -52,7 +54,9 @@ def test_flash_attention_4_matches_torch(seq, head_dim, causal, softcap):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("quack"), reason="quack-kernels is not installed, see CUTE_GEMMA_PEERS above")
+@pytest.mark.skipif(
+    not installed("quack"), reason="quack-kernels is not installed, see CUTE_GEMMA_PEERS above"
+)
 @pytest.mark.parametrize("tile, cluster", [((128, 128), (1, 1)), ((256, 256), (2, 1))])
 def test_quack_gemm_matches_torch(tile, cluster):
     errors = emulated("gemm", 300, 520, 328, tile, cluster)
@@ -141,7 +145,9 @@ class Compile:
         def run(*arguments):
             # These kernels leave tcgen05.wait::ld to the assembler's scoreboard.
             settings = {"hazards": "scoreboard", "schedule": self.schedule}
-            emulator.emulate(compiled, *map(plain, arguments), memory=tuple(tensors_in(arguments)), **settings)
+            emulator.emulate(
+                compiled, *map(plain, arguments), memory=tuple(tensors_in(arguments)), **settings
+            )
 
         return run
 
@@ -154,7 +160,12 @@ def symbolic_tensor(t, assumed_align=16, leading_dim=-1, fully_dynamic=False, en
 
     if t is None:
         return None
-    names = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32", torch.int32: "Int32"}
+    names = {
+        torch.bfloat16: "BFloat16",
+        torch.float16: "Float16",
+        torch.float32: "Float32",
+        torch.int32: "Int32",
+    }
     dtype = getattr(cutlass, names[t.dtype])
     compact = None if fully_dynamic else leading_dim % t.ndim
     divisibility = max(1, 8 * assumed_align // dtype.width)
