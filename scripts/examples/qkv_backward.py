@@ -44,5 +44,5 @@ exact = reference.qkv_backward(
     *(t.double() for t in (*grads, hidden, *weights, *norm_weights, *rstd, *normed))
 )
 errors = [((a - b).norm() / b.norm()).item() for a, b in zip((*results, *norm_results), exact)]
-print(f"{norm}\n{kernel}\nrelative errors against float64: {', '.join(f'{error:.2g}' for error in errors)}")
+print(f"{norm}\n{kernel}\nrelative error against float64: {', '.join(f'{error:.2g}' for error in errors)}")
 assert max(errors[:4]) < 0.004 and max(errors[4:]) < 1e-5
