@@ -74,7 +74,7 @@ class Barriers:
 @dataclass(frozen=True)
 class Smem:
     """q and out (64, D, consumers), k and v (64, D, stages). words: under a mask tensor, key tiles of this
-    unit and the next, then for each stage of keys 4 j + class of its tile j, for the consumers to read."""
+    unit and the next, then for some tiles in turn (see `word_of`) 4 j + class of tile j."""
 
     q: cute.Tensor
     k: cute.Tensor

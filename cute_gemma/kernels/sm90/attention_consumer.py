@@ -19,7 +19,7 @@ from cute_gemma.kernels.common.mask import ALL_ZERO, MASKED_AT_OR_BELOW, MIXED
 from cute_gemma.kernels.common.softcap import LOG2_E
 from cute_gemma.kernels.common.softmax import pack_bf16
 from cute_gemma.kernels.sm90 import attention_softmax as softmax
-from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of
+from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of, word_of
 from cute_gemma.kernels.sm100.mask_scan import entry_value, mask_entries
 
 WARP = 32
@@ -278,7 +278,7 @@ def _arrive(barrier):
 def _key_tile(kernel, smem, unit, i, number, first: bool):
     """Tile i of the unit, whose first block is `number`."""
     if kernel.mask == "tensor":
-        word = smem.words[2 + stage_of(kernel, number)[0]]
+        word = smem.words[word_of(kernel, number)]
         j, kind = word >> 2, word & 3
         clean = Boolean(kind == ALL_ZERO) & unit.plain & Boolean((j + 1) * TILE <= unit.s)
         return KeyTile(j, clean, kind)

@@ -69,13 +69,14 @@ def _load_q(kernel, bars, smem, load, index, tile, count):
 
 @cute.jit
 def _load_block(kernel, smem, load, block, number, word):
-    """Block `number` of this CTA's keys or values from rows 64 * `block`, once its stage is free."""
+    """Block `number` of this CTA's keys or values from rows 64 * `block`, once its stage is free. word: of the
+    tile whose first keys these are, under a mask tensor, else None."""
     atom, (target, source), full, empty = load
     stage, phase = stage_of(kernel, number)
     cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
     with cute.arch.elect_one():
         if cutlass.const_expr(word is not None):
-            smem.words[2 + stage] = word
+            smem.words[word_of(kernel, number)] = word
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, ROWS * kernel.head_dim * 2)
     cute.copy(atom, source[None, block], target[None, stage], tma_bar_ptr=full + stage)
 
@@ -86,17 +87,23 @@ def stage_of(kernel, number):
     return number & (stages - 1), (number >> (stages.bit_length() - 1)) & 1
 
 
+def word_of(kernel, number):
+    """Where the word of the tile whose first block is `number` lies. As many tiles as stages have one, since
+    the stage of a tile's keys is free for others before its word has been read."""
+    return 2 + ((number >> 1) & (kernel.tuning.stages - 1))
+
+
 def _begin_tile(kernel, smem, loads, j, word, number):
     """The first tile's keys that lead. Returns the number of the first block whose values are to come."""
     for i in range(kernel.lead):
-        _load_block(kernel, smem, loads[0], 2 * j + 1 - i, number + i, word)
+        _load_block(kernel, smem, loads[0], 2 * j + 1 - i, number + i, word if i == 0 else None)
     return number
 
 
 def _next_tile(kernel, smem, loads, j, following, word, number):
     """Values of tile j, and the keys that come before them: L blocks ahead."""
     if kernel.lead == 2:
-        keys, words = (2 * following + 1, 2 * following), (word, word)
+        keys, words = (2 * following + 1, 2 * following), (word, None)
     else:
         keys, words = (2 * j, 2 * following + 1), (None, word)
     for i in range(2):
