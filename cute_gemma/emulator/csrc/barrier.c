@@ -215,6 +215,7 @@ Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
     if (sub & 2) REG64(w, refs[3])[l] = (uint64_t)b->phase << 32 | b->pending;
     if (cta == w->cta || tx) {          // expect_tx must come before the copies of its own thread complete
       if (!(sub & 16) && deliver_arrivals(w) == ST_FAULT) return ST_FAULT;
+      if (!(sub & 16)) lanes_share_waits(w);
       if (mbar_arrive(w, op, cta, address & SMEM_OFFSET, count, tx, sub & 16 ? state(w)->fenced
                       : state(w)->clock, (int)(sub & 8)) == ST_FAULT)
         return ST_FAULT;

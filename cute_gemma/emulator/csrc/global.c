@@ -79,6 +79,7 @@ static Snapshot *take_snapshot(Warp *w) {
   Snapshot *s = malloc(sizeof *s + words * sizeof *s->v);
   s->instance = c->instance;
   s->words = words;
+  lanes_share_waits(w);
   memcpy(s->v, clock_g(c, state(w)->clock), words * sizeof *s->v);
   s->next = sync->snapshots;
   sync->snapshots = s;

@@ -398,6 +398,7 @@ Status exec_tc_mma(Warp *w, const Op *op, uint32_t mask) {
       return fault(w, op, FAULT_TMEM, "tcgen05.mma with a TMEM address at lane %u", a->mma.d >> 16
                    ? a->mma.d >> 16 : (uint32_t)a->mma.a >> 16);
     if (check_mma(a, &s) == ST_FAULT) return ST_FAULT;
+    lanes_share_waits(w);
     if (w->launch->hazards) clock_join(cluster_of(w), w->cta->pipe, state(w)->clock);
     if (async_issue(a) == ST_FAULT) return ST_FAULT;
   }
