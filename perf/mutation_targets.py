@@ -186,8 +186,16 @@ def _mask_symbols(seq: int) -> dict[str, int]:
     return {"b": 1, "mask_b": 1, "s": seq, "t": -(-seq // MASK_TILE), "c": -(-seq // SCAN_COLUMNS)}
 
 
-def _scan_mask(seq: int) -> Inputs:
-    return Inputs(_mask_symbols(seq), {"mask": lambda shape: _mask(seq).view(shape)})
+def _peaks(seq: int) -> Tensor:
+    """A mask whose every column is the largest of some row, off the diagonal if there are rows enough."""
+    mask = -torch.rand(seq, seq, generator=torch.Generator().manual_seed(5))
+    row = torch.arange(seq)
+    mask[row, (row - SCAN_COLUMNS) % seq] = 1.0
+    return mask[None, None].bfloat16()
+
+
+def _scan_mask(mask: Tensor) -> Inputs:
+    return Inputs(_mask_symbols(mask.shape[-1]), {"mask": lambda shape: mask.view(shape)})
 
 
 def _masked(seq: int, arch: str, gain: float) -> Inputs:
@@ -288,11 +296,11 @@ def _gemm_targets(arch: str) -> list[Target]:
         return lambda: [Inputs({"m": m}) for m in counts]
 
     return [
-        Target("qkv projection", kernel(*qkv, tuning={"sm_count": 3}), rows(300, 100), arch),
-        Target("qkv projection, clusters", kernel(*qkv, tuning=pair), rows(520, 100), arch),
-        Target("qkv projection, split", kernel(*qkv, tuning=split), rows(300, 100), arch),
-        Target("output projection", kernel(*out, tuning={"sm_count": 3}), rows(300, 100), arch),
-        Target("output projection, clusters", kernel(*out, tuning=pair), rows(520, 100), arch),
+        Target("qkv projection", kernel(*qkv, tuning={"sm_count": 3}), rows(600, 100), arch),
+        Target("qkv projection, clusters", kernel(*qkv, tuning=pair), rows(1100, 100), arch),
+        Target("qkv projection, split", kernel(*qkv, tuning=split), rows(600, 100), arch),
+        Target("output projection", kernel(*out, tuning={"sm_count": 3}), rows(600, 100), arch),
+        Target("output projection, clusters", kernel(*out, tuning=pair), rows(1100, 100), arch),
         Target("gradients", kernel("QkvGradients", 200, 2, 1, 256, tuning={"sm_count": 3}, norm=True),
                lambda: [Inputs({"batch": 2, "seq": 150}), Inputs({"batch": 1, "seq": 70})], arch,
                given=("hidden_states",)),
@@ -305,7 +313,7 @@ def _gemm_targets(arch: str) -> list[Target]:
 def targets(arch: str) -> dict[str, Target]:
     """Every shipped kernel of an architecture, by name."""
     small = [
-        Target("mask scan", _mask_scan, lambda: [_scan_mask(n) for n in (300, 304, 1031)], arch),
+        Target("mask scan", _mask_scan, lambda: [_scan_mask(m) for m in (_mask(300), _peaks(2060))], arch),
         Target("norm backward", _norm_backward, lambda: [Inputs({"rows_q": 524, "rows_k": 131})], arch),
         Target("rope backward", _rope_backward, lambda: [Inputs({"batch": 2, "seq": 37})], arch),
     ]

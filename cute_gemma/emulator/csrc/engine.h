@@ -68,6 +68,7 @@ typedef struct {                    // an mbarrier
   uint32_t inflight;                // asynchronous copies issued for the current phase
   // the last phase that copies were issued for; the last one that a warp saw complete
   uint32_t last_copy, observed;
+  uint32_t last_commit;             // the last phase that a commit of another CTA signalled
   ClockId cur, done;                // joined from arrivals so far; the same at the last completion
   Stamp stamp;
   uint16_t comp;                    // component: its epoch is the number of completed phases

@@ -398,6 +398,14 @@ static int cluster_leaks(Cluster *c) {
               "asynchronous copies into shared memory signal", b->last_copy - 1, b->offset);
         return 1;
       }
+      // PTX ISA, "tcgen05.commit": its arrival comes at some time after the operations end, and a CTA that
+      // has left has no shared memory.
+      if (c->launch->hazards == HAZARDS_STRICT && b->valid && b->last_commit > b->observed) {
+        fault(&cta->warps[0], NULL, FAULT_LEAK, "advice: the CTA ends without a wait for phase %u of the "
+              "mbarrier at 0x%x, which a tcgen05.commit of another CTA signals",
+              b->last_commit - 1, b->offset);
+        return 1;
+      }
     }
   }
   return 0;

@@ -539,8 +539,13 @@ static void multiply(Async *const *step, uint32_t steps) {
 static Status run_commit(Async *a) {
   Status s = ST_NEXT;
   for (uint32_t r = 0; r < a->warp->launch->cluster_size && s == ST_NEXT; r++)
-    if (a->arrive.multicast >> r & 1 && !(r == a->cta->rank && a->cta->exited))
-      s = mbar_arrive(a->warp, a->op, &a->cta->cluster->ctas[r], a->arrive.offset, 1, 0, a->clock, 0);
+    if (a->arrive.multicast >> r & 1 && !(r == a->cta->rank && a->cta->exited)) {
+      Cta *cta = &a->cta->cluster->ctas[r];
+      Mbarrier *b = mbar_find(a->warp, a->op, cta, a->arrive.offset);
+      if (!b) return ST_FAULT;
+      if (r != a->cta->rank) b->last_commit = b->phase + 1;
+      s = mbar_arrive(a->warp, a->op, cta, a->arrive.offset, 1, 0, a->clock, 0);
+    }
   return s;
 }
 
