@@ -8,7 +8,8 @@ Not made, being equal to the original by the PTX ISA:
     each only orders or waits for what came before it, and the first already has;
   a second bar.sync where no other statement names that barrier: every thread then comes twice ("bar": a
     completed barrier "can be immediately reused"); nor a second bar.warp.sync;
-  a second commit_group where every wait_group waits for all groups: it commits an empty one;
+  a second commit_group: it commits an empty group, and a wait for all but the N latest waits for no fewer;
+  two named barriers swapped that one statement each uses: they only change names;
   without griddepcontrol.launch_dependents: it counts as issued when the CTA ends ("griddepcontrol");
   without prefetch.tensormap, createpolicy or a cache hint: performance hints ("Cache Eviction Priority
     Hints");
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -218,9 +220,6 @@ def _signals(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
         yield SYNC, "duplicate commit", s.line(f"{s.text} {s.guard}{s.text}")
     elif "commit_group" in op:
         yield SYNC, "drop commit", s.line("")
-        # An empty group between two others matters only to a wait that leaves groups pending.
-        if any("wait_group" in other.opcode and not other.text.rstrip(";").endswith("0") for other in body):
-            yield SYNC, "duplicate commit", s.line(f"{s.text} {s.guard}{s.text}")
     if any(w in s.words for w in ("acquire", "release", "acq_rel")) and s.words[0] in (
         "ld",
         "st",
@@ -275,9 +274,11 @@ def _barriers(s: Statement, at: int, body: list[Statement]) -> Iterator[_Made]:
         if number is not None:
             if any(_named(other) == number for other in body if other is not s):
                 yield SYNC, "duplicate barrier", s.line(f"{s.text} {s.guard}{s.text}")
+            uses = Counter(map(_named, body))
             for other in body[at + 1 :]:
-                if _named(other) not in (None, number):
-                    swapped = [(s, number, _named(other)), (other, _named(other), number)]
+                theirs = _named(other)
+                if theirs not in (None, number) and uses[number] + uses[theirs] > 2:
+                    swapped = [(s, number, theirs), (other, theirs, number)]
                     yield (
                         SYNC,
                         "swap two barriers",
@@ -323,13 +324,14 @@ def _tensor_memory(s: Statement, at: int, body: list[Statement]) -> Iterator[_Ma
     elif op.startswith("tcgen05.dealloc"):
         yield SYNC, "drop dealloc", s.line("")
     elif op.startswith(("tcgen05.mma", "wgmma.mma_async")):
+        layout = 62 if s.words[0] == "wgmma" else 61
         # The descriptors: the 64-bit registers (PTX ISA, "Shared memory descriptor").
         for register in dict.fromkeys(re.findall(r"%rd\d+", s.text)):
             for kind, operation, amount in (
                 ("shift descriptor offset", "add.s64", 1),
                 ("shift descriptor offset", "add.s64", 64),
-                ("flip swizzle bits", "xor.b64", 1 << 61),
-                ("flip swizzle bits", "xor.b64", 3 << 61),
+                ("flip swizzle bits", "xor.b64", 1 << layout),
+                ("flip swizzle bits", "xor.b64", 3 << layout),
             ):
                 changed = re.sub(rf"{register}(?!\d)", "mutant", s.text)
                 yield ADDRESSING, kind, s.with_value(register, changed, 64, operation, amount)

@@ -179,6 +179,12 @@ Status exec_mbar_inval(Warp *w, const Op *op, uint32_t mask) {
 Status run_arrive(Async *a) {
   async_unlink(a);
   state(a->warp)->arrivals--;
+  if (a->arrive.cta->remote != NO_CLOCK && a->clock != NO_CLOCK) {
+    const Cluster *c = cluster_of(a->warp);
+    const uint32_t comp = warp_comp(a->warp, C_WARP), epoch = clock_g(c, a->clock)[comp];
+    uint32_t *latest = &clock_g(c, a->arrive.cta->remote)[comp];
+    if (*latest < epoch) *latest = epoch;
+  }
   Status s = mbar_arrive(a->warp, a->op, a->arrive.cta, a->arrive.offset, a->arrive.count, a->arrive.tx,
                          a->clock, (int)a->arrive.drop);
   async_free(a->warp->launch, a);

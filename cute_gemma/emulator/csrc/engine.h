@@ -145,6 +145,7 @@ struct Cta {
   uint16_t *mbar_index; Mbarrier *mbars; uint32_t nmbars, mbar_cap;  // mbar_index[offset / 8] = index + 1
   NamedBarrier named[NAMED_BARRIERS];
   ClockId pipe; uint32_t pipe_epoch;         // the tensor pipe: clock of what was issued, current epoch
+  ClockId remote;                   // strict checks: other CTAs' warps' latest arrivals at its mbarriers
   uint16_t gen;
   Async *pipe_head, *pipe_tail;              // queued tensor operations, in order
   uint32_t free_registers;                   // of the CTA's pool, given up by setmaxnreg.dec

@@ -333,6 +333,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   memset(cta->named, 0, sizeof cta->named);
   for (int i = 0; i < NAMED_BARRIERS; i++) cta->named[i].cur = cta->named[i].done = NO_CLOCK;
   cta->pipe = launch->hazards ? clock_new(c) : NO_CLOCK;
+  cta->remote = launch->hazards == HAZARDS_STRICT && launch->cluster_size > 1 ? clock_new(c) : NO_CLOCK;
   // as many registers as the threads of a CTA alone can have: what the compiler gave them is not known here
   const uint32_t threads = launch->nwarps * LANES, registers = threads < 256 ? 256 : REGISTERS / threads &
       ~7u;
@@ -380,6 +381,24 @@ static void cluster_start(Launch *launch, Cluster *c) {
   for (uint32_t r = 0; r < launch->cluster_size; r++) cta_start(c, &c->ctas[r], c->id);
 }
 
+// Strict checks: the CTA has to know of every arrival of another CTA's warps at its barriers, by a wait or a
+// barrier, since it has no shared memory once it has left.
+static int remote_arrivals_known(Cluster *c, Cta *cta) {
+  if (cta->remote == NO_CLOCK) return 1;
+  const uint32_t *latest = clock_g(c, cta->remote);
+  for (uint32_t comp = 0; comp < c->nwarps; comp++) {
+    int known = !latest[comp];
+    for (uint32_t i = 0; i < c->launch->nwarps && !known; i++)
+      known = clock_g(c, cta->states[i].clock)[comp] >= latest[comp];
+    if (known) continue;
+    fault(&cta->warps[0], NULL, FAULT_LEAK, "advice: the CTA may end before the last arrival of warp %u of "
+          "CTA rank %u at one of its mbarriers: it waits for nothing that comes after that",
+          comp % c->launch->nwarps, comp / c->launch->nwarps);
+    return 0;
+  }
+  return 1;
+}
+
 // What must not be left behind when the last warp has gone.
 static int cluster_leaks(Cluster *c) {
   for (uint32_t r = 0; r < c->launch->cluster_size; r++) {
@@ -390,6 +409,7 @@ static int cluster_leaks(Cluster *c) {
             cta->tmem_in_use);
       return 1;
     }
+    if (!remote_arrivals_known(c, cta)) return 1;
     for (uint32_t i = 0; c->launch->hazards && i < cta->nmbars; i++) {
       const Mbarrier *b = &cta->mbars[i];
       if (b->valid && b->last_copy > b->observed) {
@@ -398,8 +418,8 @@ static int cluster_leaks(Cluster *c) {
               "asynchronous copies into shared memory signal", b->last_copy - 1, b->offset);
         return 1;
       }
-      // PTX ISA, "tcgen05.commit": its arrival comes at some time after the operations end, and a CTA that
-      // has left has no shared memory.
+      // A CTA that has left has no shared memory, and the arrival of a commit that came in time here may come
+      // later: PTX ISA, "tcgen05.commit".
       if (c->launch->hazards == HAZARDS_STRICT && b->valid && b->last_commit > b->observed) {
         fault(&cta->warps[0], NULL, FAULT_LEAK, "advice: the CTA ends without a wait for phase %u of the "
               "mbarrier at 0x%x, which a tcgen05.commit of another CTA signals",
