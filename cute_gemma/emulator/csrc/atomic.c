@@ -77,7 +77,7 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   for (uint32_t m = w->launch->hazards ? mask : 0; m; m &= m - 1) {
     uint32_t l = first_lane(m);
     if (is_shared(op, &r, l)) continue;
-    global_release(w, (uint64_t)r.at[l], !(sub >> 10 & 1));
+    global_release(w, (uint64_t)r.at[l], !(sub >> 10 & 1), mask);
     global_acquire(w, (uint64_t)r.at[l], !(sub >> 9 & 1));
   }
   EACH_LANE(l, mask)

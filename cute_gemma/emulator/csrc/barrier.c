@@ -441,11 +441,10 @@ void barriers_warp_exit(Warp *w) {
 // sub: 1 fence.proxy.async (what the generic proxy did becomes visible to the async proxy), 2
 // fence.mbarrier_init, 3 a memory fence, 4 one of .cta scope; 0 orders nothing here.
 Status exec_fence(Warp *w, const Op *op, uint32_t mask) {
-  (void)mask;
   if (op->sub == 1) clock_proxy_fence(w);
   if (op->sub == 1 || op->sub == 2) state(w)->fenced_inits = state(w)->inits;
   if (op->sub >= 3) clock_fence(w);
-  if (op->sub == 3 && w->launch->hazards) global_fence(w);
+  if (op->sub == 3 && w->launch->hazards) global_fence(w, mask);
   return ST_NEXT;
 }
 

@@ -129,9 +129,9 @@ typedef struct {                    // Warp.engine
   uint32_t arrivals;                // queued arrivals at barriers of other CTAs
   ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
   uint32_t inits, fenced_inits;     // mbarrier.init so far; those before fence.mbarrier_init
-  // strict checks: lanes that wrote shared memory since the lanes last met, the warp's epoch then, and the
-  // bulk groups whose end only the lanes that waited know
-  uint32_t writers, met_epoch, bulk_read_held;
+  // strict checks: lanes that wrote shared and global memory since the lanes last met, the warp's epoch then,
+  // and the bulk groups whose end only the lanes that waited know
+  uint32_t writers, global_writers, met_epoch, bulk_read_held;
 } WarpState;
 
 struct Cta {

@@ -72,7 +72,8 @@ static void learn(Knowledge *k, Snapshot *s) {
   k->item[k->n++] = s;
 }
 
-static Snapshot *take_snapshot(Warp *w) {
+// Strict checks: what lanes other than these wrote since the warp's lanes met is not released with it.
+static Snapshot *take_snapshot(Warp *w, uint32_t lanes) {
   Cluster *c = cluster_of(w);
   GlobalSync *sync = w->launch->sync;
   const uint32_t words = C_PER_WARP * c->nwarps;
@@ -81,6 +82,10 @@ static Snapshot *take_snapshot(Warp *w) {
   s->words = words;
   lanes_share_waits(w);
   memcpy(s->v, clock_g(c, state(w)->clock), words * sizeof *s->v);
+  const WarpState *owner = state(w);
+  uint32_t *own = &s->v[warp_comp(w, C_WARP)];
+  if (w->launch->hazards == HAZARDS_STRICT && owner->global_writers & ~lanes && *own > owner->met_epoch)
+    *own = owner->met_epoch;
   s->next = sync->snapshots;
   sync->snapshots = s;
   clock_publish(w);
@@ -148,7 +153,7 @@ static SyncVariable *variable(Launch *launch, uint64_t address, int make) {
 }
 
 // A strong write to `address`. fenced_only: it is relaxed, and releases what a fence before it covers.
-void global_release(Warp *w, uint64_t address, int fenced_only) {
+void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes) {
   WarpState *s = state(w);
   if (fenced_only && !s->fenced_snapshot) return;
   SyncVariable *v = variable(w->launch, address & ~3ull, 1);
@@ -157,7 +162,7 @@ void global_release(Warp *w, uint64_t address, int fenced_only) {
     for (uint32_t i = 0; i < s->fenced_known->n; i++) learn(&v->known, s->fenced_known->item[i]);
     return;
   }
-  learn(&v->known, take_snapshot(w));
+  learn(&v->known, take_snapshot(w, lanes));
   learn_visible(w, &v->known);
 }
 
@@ -169,13 +174,13 @@ void global_acquire(Warp *w, uint64_t address, int needs_fence) {
     else acquire(w, v->known.item[i]);
 }
 
-void global_fence(Warp *w) {
+void global_fence(Warp *w, uint32_t lanes) {
   WarpState *s = state(w);
   if (!w->launch->sync) w->launch->sync = calloc(1, sizeof *w->launch->sync);
   for (uint32_t i = 0; i < s->seen->n; i++) acquire(w, s->seen->item[i]);
   s->seen->n = s->fenced_known->n = 0;
   learn_visible(w, s->fenced_known);
-  s->fenced_snapshot = take_snapshot(w);
+  s->fenced_snapshot = take_snapshot(w, lanes);
 }
 
 void global_sync_free(Launch *launch) {

@@ -34,9 +34,9 @@ int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int w
 int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t bytes);
 // anything in the region of `address` was written in this launch
 int global_written(Launch *launch, uint64_t address);
-void global_release(Warp *w, uint64_t address, int fenced_only);
+void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes);
 void global_acquire(Warp *w, uint64_t address, int needs_fence);
-void global_fence(Warp *w);
+void global_fence(Warp *w, uint32_t lanes);
 void global_sync_free(Launch *launch);
 void remote_free(Cluster *c);
 #endif

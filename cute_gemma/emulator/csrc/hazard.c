@@ -181,7 +181,7 @@ void lanes_meet(Warp *w) {
   if (w->launch->hazards != HAZARDS_STRICT) return;
   WarpState *s = state(w);
   lanes_share_waits(w);
-  s->writers = 0;
+  s->writers = s->global_writers = 0;
   s->met_epoch = clock_g(cluster_of(w), s->clock)[warp_comp(w, C_WARP)];
   clock_publish(w);
 }

@@ -85,6 +85,7 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
 static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes,
                           int write, Strength how, Resolved *out) {
   const int waited = grid_waited(w);
+  if (write) state(w)->global_writers |= mask;
   uint64_t run = 0, run_bytes = 0;
   EACH_LANE(l, mask) {
     uint64_t a = address[l] + (uint64_t)op->imm;
@@ -194,7 +195,7 @@ Status exec_st(Warp *w, const Op *op, uint32_t mask) {
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, sem != 0, &r)) return ST_FAULT;
   if (sem && w->launch->hazards)
-    EACH_LANE(l, mask) if (!is_shared(op, &r, l)) global_release(w, (uint64_t)r.at[l], sem == 1);
+    EACH_LANE(l, mask) if (!is_shared(op, &r, l)) global_release(w, (uint64_t)r.at[l], sem == 1, mask);
   if (size == 4) {
     const uint32_t *d[8];
     for (uint32_t j = 0; j < count; j++) d[j] = REG32(w, refs[1 + j]);
