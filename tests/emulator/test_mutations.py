@@ -1,0 +1,82 @@
+"""Planted faults in a shipped kernel are found: a sample of what perf/mutate.py runs in full."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "perf"))
+
+import mutate  # noqa: E402
+import mutations  # noqa: E402
+from mutation_targets import targets  # noqa: E402
+
+KILLED = (mutate.REPORT, mutate.DEADLOCK, mutate.WRONG)
+SCHEDULES = ("lazy", "random:1")
+# One kernel with everything: TMA both ways, mbarriers, named barriers, TMEM, several tiles a CTA.
+TARGET = targets("sm_100a")["output projection"]
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return mutate.prepare(TARGET)
+
+
+def kinds():
+    return ("drop mbarrier wait", "flip parity", "drop tcgen05.wait", "drop griddepcontrol.wait", "drop wait_group",
+            "wait_group for one less", "drop expect_tx", "drop arrive", "duplicate expect_tx", "duplicate arrive",
+            "arrival count + 1", "drop commit", "duplicate commit", "drop fence", "drop tcgen05.fence",
+            "drop bar.sync", "drop bar.warp", "duplicate barrier", "swap two barriers", "drop dealloc",
+            "shift tx count", "shift stage index", "shift descriptor offset", "flip swizzle bits",
+            "shift TMEM column", "shift TMA coordinate", "shift shared address")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_mutants_are_killed(cases, kind):
+    found = [m for m in mutate.mutants_of(cases, 2, 0) if m.kind == kind]
+    assert found, "the kernel has a statement to change"
+    known = mutate.equivalences()
+    outcomes = [mutate.run_mutant(m, cases, SCHEDULES) for m in found]
+    alive = [o for o in outcomes if o.outcome not in KILLED and not any(e.covers(TARGET, o) for e in known)]
+    assert not alive
+    assert any(o.outcome in KILLED for o in outcomes)
+
+
+def test_the_kernel_itself_is_not_reported(cases):
+    assert all(case.run(schedule=schedule) for case in cases for schedule in ("lazy", "eager", "random:9"))
+
+
+def test_a_mutant_that_never_ends_is_stopped(cases):
+    (wait,) = [s for s in mutations.statements(cases[0].launch.ptx) if s.site == "mbarrier.try_wait.parity.shared.b64#1"]
+    passed = wait.text.split()[1].rstrip(",")
+    never = mutations.Mutant(
+        mutations.SYNC, "spin", wait.site, wait.index + 1, wait.text,
+        ((wait.index, wait.line(f"setp.ne.u32 {passed}, 0, 0;")),),
+    )  # fmt: skip
+    assert mutate.run_mutant(never, cases, ("lazy",)).outcome == mutate.DEADLOCK
+
+
+def test_every_mutant_differs_from_the_kernel_and_from_every_other(cases):
+    ptx = cases[0].launch.ptx
+    found = mutations.mutants(ptx)
+    texts = {m.apply(ptx) for m in found}
+    assert ptx not in texts and len(texts) == len(found)
+    assert len({m.key for m in found}) == len(found)
+
+
+def test_a_sample_holds_every_smaller_one_and_all_of_synchronisation(cases):
+    found = mutations.mutants(cases[0].launch.ptx)
+    small, large = (set(m.key for m in mutations.sample(found, n)) for n in (3, 7))
+    assert small < large
+    assert {m.key for m in found if m.group == mutations.SYNC} <= small
+
+
+def test_equivalent_mutants_name_a_rule_and_a_kernel():
+    known = mutate.equivalences()
+    assert known
+    for line in known:
+        assert re.search(r'"[\w .:,:-]+"', line.rule), f"no section of the PTX ISA in quotes: {line.rule}"
+        arches = [a for a in ("sm_100a", "sm_90a") if mutate.fnmatch.fnmatchcase(a, line.target)]
+        assert any(mutate.fnmatch.fnmatchcase(name, line.kernel) for a in arches for name in targets(a))
