@@ -198,14 +198,14 @@ def _scan_mask(mask: Tensor) -> Inputs:
     return Inputs(_mask_symbols(mask.shape[-1]), {"mask": lambda shape: mask.view(shape)})
 
 
-def _masked(seq: int, arch: str, gain: float) -> Inputs:
+def _masked(seq: int, arch: str, gains: tuple[float, float]) -> Inputs:
     mask, tiles = _mask(seq), math.ceil(seq / MASK_TILE)
     row_max = torch.full((1, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
     classes = torch.full((1, tiles, tiles), 99, dtype=torch.uint8)
     jit.launch(_mask_scan(), mask, row_max, classes, target=arch, backend="emulator")
     scanned = {"mask": mask, "row_max": row_max, "classes": classes}
     values = {name: (lambda shape, t=t: t.view(shape)) for name, t in scanned.items()}
-    return Inputs(_mask_symbols(seq), {**_logits(1, seq, 128, (gain, gain)).values, **values})
+    return Inputs(_mask_symbols(seq), {**_logits(1, seq, 128, gains).values, **values})
 
 
 def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, float]) -> Inputs:
@@ -267,6 +267,8 @@ def _attention_targets(arch: str) -> list[Target]:
     def kernel(masked: bool, *args: Any) -> Callable[[], Any]:
         return partial(_attention, arch, masked, *args)
 
+    masked = ((700, 1.0, 1.0), (700, 0.5, 20.0), (700, 20.0, 0.5), (700, 120.0, 1.0), (300, 1.0, 1.0))
+
     def logits(head_dim: int, *cases: tuple[int, float, float]) -> Callable[[], list[Inputs]]:
         return lambda: [_logits(1, seq, head_dim, gains) for seq, *gains in cases]
 
@@ -276,7 +278,7 @@ def _attention_targets(arch: str) -> list[Target]:
         Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none"),
                logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
         Target("attention, mask", kernel(True, 2, 1, 128, SCALE, 50.0),
-               lambda: [_masked(700, arch, 1.0), _masked(700, arch, 20.0), _masked(300, arch, 1.0)], arch),
+               lambda: [_masked(seq, arch, gains) for seq, *gains in masked], arch),
         Target("attention, head_dim 256", kernel(False, 2, 1, 256, 1 / 16, 50.0, "causal"),
                logits(256, (520, 0.5, 20.0), (520, 20.0, 0.5), (520, 120.0, 1.0), (300, 1.0, 1.0)), arch),
     ]  # fmt: skip
