@@ -73,12 +73,13 @@ def _qualified(cls: type) -> str:
 
 def cache_key(kernel: Any, target: str, options: str) -> str:
     """The key of a kernel's compiled form: its configuration, every first-party source file its module
-    imports directly or not, the compiler's version and settings, the target and options, and the CPU that the
-    host code is made for."""
+    imports directly or not and where it lies (line information names it), the compiler's version and settings,
+    the target and options, and the CPU that the host code is made for."""
+    files = source_files(type(kernel).__module__)
     parts = {
         "format": FORMAT,
         "kernel": describe(kernel),
-        "sources": source_digests(type(kernel).__module__),
+        "sources": sorted((name, str(path), _digest(path)) for name, path in files.items()),
         "dsl": dsl_version(),
         "toolkit": toolkit(),
         "environment": sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_")),
@@ -113,24 +114,32 @@ def toolkit() -> str:
     return "newest"
 
 
-def source_digests(module: str) -> dict[str, str]:
-    """Digest of each first-party source file reachable by imports from `module`, by module name.
+def source_files(module: str) -> dict[str, Path]:
+    """First-party source files reachable by imports from `module`, by module name.
 
     First-party is everything outside the standard library and the installed packages, and cute_gemma wherever
     it is.
     """
-    digests: dict[str, str] = {}
+    found: dict[str, Path] = {}
     pending = [module, *_OWN_MODULES]
     while pending:
         name = pending.pop()
         own = any(name == package or name.startswith(f"{package}.") for package in _OWN_PACKAGES)
-        if name in digests or (own and name not in _OWN_MODULES) or (path := _source_of(name)) is None:
+        if name in found or (own and name not in _OWN_MODULES) or (path := _source_of(name)) is None:
             continue
-        content = path.read_bytes()
-        digests[name] = hashlib.sha256(content).hexdigest()
+        found[name] = path
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        pending.extend(_imported_names(ast.parse(content), package))
-    return digests
+        pending.extend(_imported_names(ast.parse(path.read_bytes()), package))
+    return found
+
+
+def source_digests(module: str) -> dict[str, str]:
+    """Digest of each of a module's `source_files`."""
+    return {name: _digest(path) for name, path in source_files(module).items()}
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 changes."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -144,6 +145,13 @@ def test_an_edit_anywhere_in_the_kernels_imports_changes_its_key(tmp_path, monke
     assert {k for k, v in source_digests("somewhere.kernel").items() if before[k] != v} == {
         "somewhere.sibling"
     }
+
+
+def test_the_same_sources_elsewhere_have_another_key(tmp_path, monkeypatch):
+    before, files = cache.cache_key(RowScale(), "sm_100a", ""), cache.source_files(RowScale.__module__)
+    moved = Path(shutil.copy(files["tiny_kernels"], tmp_path))
+    monkeypatch.setattr(cache, "source_files", lambda module: files | {"tiny_kernels": moved})
+    assert cache.cache_key(RowScale(), "sm_100a", "") != before, "line information names the file"
 
 
 def test_the_key_depends_on_configuration_target_options_compiler_and_cpu(monkeypatch):
