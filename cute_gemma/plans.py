@@ -191,7 +191,7 @@ def attention_plan(
     _check_head_dim(config, kernels.attention_head_dims, target)
     out = torch.empty_like(q)
     scan = _add_mask_scan(builder, kernels, mask)
-    _add_attention(builder, kernels, config, mask, {"q": q, "k": k, "v": v, "out": out, **scan})
+    _add_attention(builder, kernels, config, mask, q.shape[:2], {"q": q, "k": k, "v": v, "out": out, **scan})
     return builder.build(out)
 
 
@@ -218,7 +218,7 @@ def forward_plan(
     scan = _add_mask_scan(builder, kernels, mask)
     projection = kernels.qkv_projection(config, batch * seq)
     builder.add("qkv projection", projection, {**inputs, **slots}, slots)
-    _add_attention(builder, kernels, config, mask, {**slots, "out": attended, **scan})
+    _add_attention(builder, kernels, config, mask, (batch, seq), {**slots, "out": attended, **scan})
     projection = kernels.output_projection(config, batch * seq)
     tensors = {"attn": attended, "o_proj_weight": inputs["o_proj_weight"], "out": output}
     builder.add("output projection", projection, tensors, {"output": output})
@@ -255,10 +255,11 @@ def _add_attention(
     kernels: ForwardKernels,
     config: AttentionConfig,
     mask: Tensor | str | None,
+    sizes: tuple[int, int],
     tensors: dict,
 ) -> None:
-    kind = _mask_kind(mask)
-    builder.add("attention", kernels.attention(config, kind), tensors, {"attention": tensors["out"]})
+    kernel = kernels.attention(config, _mask_kind(mask), *sizes)
+    builder.add("attention", kernel, tensors, {"attention": tensors["out"]})
 
 
 def _mask_kind(mask: Tensor | str | None) -> str:

@@ -1,7 +1,7 @@
 """What an interior 128x128 tile costs the attention kernel, counted in emulation.
 
-Without a mask every tile is an interior one. A launch over S = 256 has one CTA with 4 tiles, one over S = 512
-has two with 8 each: N(512) - 2 N(256) is what 8 tiles cost, start and end of a CTA left out.
+Without a mask every tile is an interior one. A launch over S = 256 has 4 tiles, one over S = 512 has 16 in
+twice as many CTAs: N(512) - 2 N(256) is what 8 tiles cost, start and end of a CTA left out.
 """
 
 from __future__ import annotations

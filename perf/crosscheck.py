@@ -98,7 +98,7 @@ def cases(target: str) -> Iterator[Case]:
         for name, config, mask in (
             ("causal", capped, "causal"), ("no mask", capped, "none"), ("no cap", uncapped, "causal"),
         ):  # fmt: skip
-            kernel = forward.attention(config, mask)
+            kernel = forward.attention(config, mask, batch, seq)
             yield Case(f"attention {name} {batch}x{seq}", kernel, sizes, close=("out",))
         scan = forward.mask_scan("bf16")
         yield Case(f"mask scan {batch}x{seq}", scan, _scan_sizes(scan, batch, seq), exact=("row_max", "classes"),

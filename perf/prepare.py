@@ -50,8 +50,8 @@ def kernels_of(number: str, batch: int, seq: int, target: str) -> list[Any]:
     return [
         kernels.qkv_projection(config, rows),
         kernels.mask_scan("bf16"),
-        *(kernels.attention(config, mask) for mask in ("causal", "bf16")),
-        kernels.attention(replace(config, softcap=None), "causal"),
+        *(kernels.attention(config, mask, batch, seq) for mask in ("causal", "bf16")),
+        kernels.attention(replace(config, softcap=None), "causal", batch, seq),
         kernels.output_projection(config, rows),
     ]
 

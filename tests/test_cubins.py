@@ -22,8 +22,9 @@ def _kernels():
         distinct.setdefault(kernels.qkv_projection(CONFIG, rows), f"qkv_projection-{rows}")
         distinct.setdefault(kernels.output_projection(CONFIG, rows), f"output_projection-{rows}")
     for mask in MASKS:
-        distinct.setdefault(kernels.attention(CONFIG, mask), f"attention-{mask}")
-        distinct.setdefault(kernels.attention(UNCAPPED, mask), f"attention-{mask}-uncapped")
+        for seq in (128, 8192):
+            distinct.setdefault(kernels.attention(CONFIG, mask, 1, seq), f"attention-{mask}-{seq}")
+            distinct.setdefault(kernels.attention(UNCAPPED, mask, 1, seq), f"attention-{mask}-{seq}-uncapped")
     for mask in MASKS[2:]:
         distinct.setdefault(kernels.mask_scan(mask), f"mask_scan-{mask}")
     return [pytest.param(kernel, id=name) for kernel, name in distinct.items()]

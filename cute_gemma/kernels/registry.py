@@ -12,18 +12,17 @@ from ..config import AttentionConfig
 
 @dataclass(frozen=True)
 class ForwardKernels:
-    """Builds the kernels of the forward pass, tuned for a configuration and, where they depend on it, M =
-    B*S rows.
+    """Builds the kernels of the forward pass, tuned for a configuration and a call's sizes.
 
-    head_dims: of the whole pass; attention_head_dims: of attention alone. mask is "causal", "none" or, for a
-    tensor, its dtype ("bf16", "f32").
+    head_dims: of the whole pass; attention_head_dims: of attention alone. The projections take M = B*S rows,
+    attention the mask, B and S; mask is "causal", "none" or, for a tensor, its dtype ("bf16", "f32").
     """
 
     head_dims: tuple[int, ...]
     attention_head_dims: tuple[int, ...]
     qkv_projection: Callable[[AttentionConfig, int], Any]
     mask_scan: Callable[[str], Any]
-    attention: Callable[[AttentionConfig, str], Any]
+    attention: Callable[[AttentionConfig, str, int, int], Any]
     output_projection: Callable[[AttentionConfig, int], Any]
 
 
@@ -80,13 +79,14 @@ def _sm100_forward() -> ForwardKernels:
 
         return MaskScan(mask)
 
-    def attention(config: AttentionConfig, mask: str) -> Any:
-        from .sm100.attention import Attention, MaskedAttention
+    def attention(config: AttentionConfig, mask: str, batch: int, seq: int) -> Any:
+        from .sm100.attention import Attention, MaskedAttention, default_tuning
 
         sizes = (config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap)
+        tuning = default_tuning(config.head_dim, config.heads * batch * -(-seq // 256))
         if mask in ("causal", "none"):
-            return Attention(*sizes, mask, config.window)
-        return MaskedAttention(*sizes, mask_dtype=mask)
+            return Attention(*sizes, mask, config.window, tuning=tuning)
+        return MaskedAttention(*sizes, mask_dtype=mask, tuning=tuning)
 
     def output_projection(config: AttentionConfig, rows: int) -> Any:
         from .sm100.out_proj import OutputProjection, default_tuning
@@ -105,7 +105,7 @@ def _sm90_forward() -> ForwardKernels:
         tuning = default_tuning(rows, *sizes)
         return QKVProjection(*sizes, config.eps, config.qk_norm, tuning=tuning)
 
-    def attention(config: AttentionConfig, mask: str) -> Any:
+    def attention(config: AttentionConfig, mask: str, batch: int, seq: int) -> Any:
         from .sm90.attention import Attention, MaskedAttention
 
         sizes = (config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap)

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from cute_gemma import jit
+from cute_gemma import jit, preset
+from cute_gemma.kernels.registry import forward_kernels
 from cute_gemma.kernels.sm100.attention import Attention, AttentionTuning, MaskedAttention, default_tuning
 
 from attention_cases import bits, block_diagonal, errors, masks, run, suite_qkv
@@ -353,3 +354,10 @@ def test_shared_memory_is_what_the_launch_takes():
     ):
         _, report = run(kernel, q, k, v, mask)
         assert report.launch.dynamic_smem == kernel.shared_bytes
+
+
+def test_a_call_gets_the_tuning_of_its_grid():
+    kernels, config = forward_kernels("sm_100a"), preset("047")
+    small, large = (kernels.attention(config, "causal", 1, seq) for seq in (1024, 8192))
+    assert (small.tuning.query_tiles, large.tuning.query_tiles) == (1, 2)
+    assert kernels.attention(config, "bf16", 8, 1024).tuning.query_tiles == 2

@@ -389,11 +389,12 @@ class Attention:
         return Work(tile, head, batch, s, tiles, classes)
 
     @cute.jit
-    def walk(self, visit, state, work, only=None):
+    def walk(self, visit, state, work, only=None, share=(0, 1)):
         """Calls state = visit(state, j, kind_of) for each key tile j that some query tile of the CTA reads,
         or that query tile `only` of it does; last first: a causal diagonal, which is slow but gives sums for
         softmax to go by, comes at the start. kind_of(i): the mask class of the tile for query tile i of the
-        CTA, ALL_MASKED where that does not read it."""
+        CTA, ALL_MASKED where that does not read it. share: (first, step) of the tiles to call it for; under a
+        mask tensor, which alone knows how many there are, the visit has to skip the others."""
         if cutlass.const_expr(self.mask == "tensor"):
             blocks = cute.ceil_div(work.tiles, SCAN_BLOCK)
             for i in cutlass.range(blocks, unroll=1):
@@ -411,7 +412,7 @@ class Attention:
                 end = cutlass.min(end, last + 1)
             if cutlass.const_expr(only is not None):
                 end = cutlass.select_(last < work.tiles, end, first)
-            for i in cutlass.range(end - first, unroll=1):
+            for i in cutlass.range(share[0], end - first, share[1], unroll=1):
                 j = end - 1 - i
                 state = visit(state, j, partial(self._class_by_position, work, j, only is not None))
         return state

@@ -46,11 +46,13 @@ def softmax_role(kernel, bars, sO, scratch, tmem, out, mask, work):
         s_full=bars.s_full + group,
         p_full=bars.p_full + group * kernel.p_parts,
     )
+    # With one query tile, its key tiles go to the warpgroups in turn.
+    mine, share = (group, (0, 1)) if kernel.tuning.query_tiles == 2 else (Int32(0), (group, GROUPS))
     zero = Float32(0.0)
-    state = (Int32(0), Int32(softmax.TOP_LEVEL), Float32(-Float32.inf), zero, zero)
-    mine = group if kernel.tuning.query_tiles == 2 else Int32(0)
+    count = Int32(share[0] if kernel.mask != "tensor" else 0)
+    state = (count, Int32(softmax.TOP_LEVEL), Float32(-Float32.inf), zero, zero)
     visit = partial(_softmax_visit, kernel, rows, (source, _chain(kernel, bars, scratch[1], group)), mine)
-    count, _, maximum, sum0, sum1 = kernel.walk(visit, state, work, mine)
+    count, _, maximum, sum0, sum1 = kernel.walk(visit, state, work, mine, share)
     total = sum0 + sum1
     column, ready = Int32(0), (bars.q_full, bars.o_full)
     if cutlass.const_expr(kernel.tuning.query_tiles == 2):
@@ -96,15 +98,18 @@ def _combine(kernel, scratch, rows, maximum, total):
 
 @cute.jit
 def _softmax_visit(kernel, rows, source, mine, state, j, kind_of):
-    """state: tiles done by the query tile; level, running maximum and the two partial sums of the row."""
+    """state: key tiles of the query tile before this one; level, running maximum and the two partial sums of
+    the row."""
     count, level, maximum, sum0, sum1 = state
     row = (level, maximum, sum0, sum1)
-    if cutlass.const_expr(kernel.tuning.query_tiles == 2):
-        row = _softmax_tile(kernel, rows, source, j, kind_of(mine), count, row)
-    else:
-        if (count & 1) == rows.group:
+    step = 1
+    if cutlass.const_expr(kernel.tuning.query_tiles == 1 and kernel.mask == "tensor"):
+        if count % GROUPS == rows.group:
             row = _softmax_tile(kernel, rows, source, j, kind_of(mine), count, row)
-    return count + 1, row[0], row[1], row[2], row[3]
+    else:
+        step = GROUPS // kernel.tuning.query_tiles
+        row = _softmax_tile(kernel, rows, source, j, kind_of(mine), count, row)
+    return count + step, row[0], row[1], row[2], row[3]
 
 
 def _softmax_tile(kernel, rows, source, j, kind, count, row):

@@ -174,6 +174,7 @@ def _visit_two_tiles(kernel, bars, smem, tmem, state, j, kind_of):
         if started:
             tcgen05.commit(bars.kv_empty + ring[0])
         tcgen05.commit(bars.kv_empty + k_slot)
+    cute.arch.sync_warp()  # the other lanes do not run ahead while the elected one waits
     reads = [Int32(kind != ALL_MASKED) for kind in kinds]
     slot, phase = next_stage(kernel, (k_slot, k_phase))
     return slot, phase, reads[0], reads[1], counts[0] + reads[0], counts[1] + reads[1]
@@ -193,6 +194,7 @@ def _visit_one_tile(kernel, bars, smem, tmem, state, j, kind_of):
         if started:
             _accumulate(kernel, bars, smem, tmem, ring, count & 1, count - GROUPS)
         _scores(kernel, bars, smem, tmem, k_ring, 0, count & 1)
+    cute.arch.sync_warp()
     slot, phase = _skip(kernel, k_ring, kernel.kv_parts)
     return slot, phase, count + 1
 
