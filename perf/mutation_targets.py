@@ -246,7 +246,7 @@ def _gemm(arch: str, name: str, *args: Any, tuning: Mapping[str, Any], norm: boo
 
 
 def _mask_scan() -> Any:
-    from cute_gemma.kernels.sm100.mask_scan import MaskScan
+    from cute_gemma.kernels.common.mask_scan import MaskScan
 
     return MaskScan("bf16")
 

@@ -75,7 +75,7 @@ def _sm100_forward() -> ForwardKernels:
         return QKVProjection(*sizes, config.eps, config.qk_norm, tuning=tuning)
 
     def mask_scan(mask: str) -> Any:
-        from .sm100.mask_scan import MaskScan
+        from .common.mask_scan import MaskScan
 
         return MaskScan(mask)
 

@@ -9,7 +9,7 @@ from cute_gemma import jit, reference
 from cute_gemma.config import AttentionConfig
 from cute_gemma.emulator import LaunchReport, Options
 from cute_gemma.kernels.common.mask import MASK_TILE, MASKED_AT_OR_BELOW, SCAN_COLUMNS
-from cute_gemma.kernels.sm100.mask_scan import MaskScan
+from cute_gemma.kernels.common.mask_scan import MaskScan
 
 TARGET = "sm_100a"
 LOWEST = torch.finfo(torch.bfloat16).min

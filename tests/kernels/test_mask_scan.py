@@ -16,7 +16,7 @@ from cute_gemma.kernels.common.mask import (
     MIXED,
     SCAN_COLUMNS,
 )
-from cute_gemma.kernels.sm100.mask_scan import MaskScan
+from cute_gemma.kernels.common.mask_scan import MaskScan
 
 
 def expected_classes(mask):

@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass, fields
 from functools import partial
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.blackwell_helpers as sm100_utils
@@ -26,13 +25,11 @@ from cutlass.cute.typing import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_gemma.jit.signature import Signature, TensorArg
+from cute_gemma.kernels.common.attention import AttentionBase, MaskTensor, reorder
 from cute_gemma.kernels.common.mask import ALL_MASKED, ALL_ZERO, DIAGONAL
-from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP
 from cute_gemma.kernels.sm100 import attention_softmax as softmax
 from cute_gemma.kernels.sm100.attention_consumer import softmax_role
 from cute_gemma.kernels.sm100.attention_mma import GROUPS, load_role, mma_role, tiled_mmas
-from cute_gemma.kernels.sm100.mask_scan import mask_arguments
 
 # MMA tile: M = 128 rows fill the 128 TMEM lanes, so that a softmax thread owns a whole row.
 TILE = 128
@@ -45,6 +42,8 @@ SOFTMAX_REGISTERS = 208
 OTHER_REGISTERS = 88
 SHARED_BYTES = 227 * 1024  # of a CTA (CUDA programming guide, compute capability 10.0)
 SCAN_BLOCK = 32  # tile classes a warp reads at once
+# (B, S, heads, D) to (S, D, (heads, B)); v, the B operand with N = D, to (D, S, (heads, B)).
+_ROWS, _COLUMNS = (1, 3, 2, 0), (3, 1, 2, 0)
 
 
 @dataclass(frozen=True)
@@ -119,35 +118,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the
-    logits, None for none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a
-    row reads itself and the window - 1 keys before it; None for all before it. tuning: None for
-    `default_tuning`."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float | None
-    mask: str = "causal"
-    window: int | None = None
-    tuning: AttentionTuning | None = None
+class Attention(AttentionBase):
+    """See AttentionBase. tuning: see `default_tuning`."""
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"head_dim: got {self.head_dim}, want 64, 128 or 256")
-        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of heads ({self.heads})")
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale: got {self.scale}, want a finite number above 0")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap: got {self.softcap}, want None or a finite number above 0")
-        if self.mask not in ("causal", "none", "tensor"):
-            raise ValueError(f'mask: got {self.mask!r}, want "causal", "none" or "tensor"')
-        if self.window is not None and (self.mask != "causal" or self.window < 1):
-            got = f"{self.window} with mask {self.mask!r}"
-            raise ValueError(f'window: got {got}, want at least 1, with "causal"')
+        super().__post_init__()
         if self.tuning is None:
             object.__setattr__(self, "tuning", default_tuning(self.head_dim))
         if self.head_dim > 128 and self.tuning.query_tiles != 1:
@@ -157,23 +132,7 @@ class Attention:
             got = f"{self.tuning.kv_stages}, which takes {self.shared_bytes} bytes of shared memory"
             raise ValueError(f"kv_stages: got {got}, want at most {SHARED_BYTES} bytes")
 
-    def signature(self) -> Signature:
-        """q, k, v, out; every batch and length shares one compilation."""
-        q = ("b", "s", self.heads, self.head_dim)
-        kv = ("b", "s", self.kv_heads, self.head_dim)
-        return (
-            TensorArg("q", "bf16", q),
-            TensorArg("k", "bf16", kv),
-            TensorArg("v", "bf16", kv),
-            TensorArg("out", "bf16", q),
-        )
-
     # ---- sizes ---------------------------------------------------------------------------------------------
-
-    @property
-    def fixed_shift(self) -> bool:
-        """Whether the cap alone bounds the exponents, so that no running maximum is needed."""
-        return self.softcap is not None and self.softcap <= FIXED_SHIFT_CAP
 
     @property
     def chained(self) -> bool:
@@ -251,12 +210,6 @@ class Attention:
 
     # ---- host entry ----------------------------------------------------------------------------------------
 
-    @cute.jit
-    def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream
-    ):
-        self.launch(q, k, v, out, None, stream)
-
     def launch(self, q, k, v, out, mask, stream):
         """TMA descriptors, grid and launch. mask: None, or (mask, row maxima, tile classes)."""
         qk_mma, pv_mma = tiled_mmas(self.head_dim)
@@ -268,10 +221,10 @@ class Attention:
         qk_tile, pv_tile = self._mma_tiles()
         part = (TILE, TILE, qk_tile[2] // self.kv_parts)
         tma = (
-            cute.nvgpu.make_tiled_tma_atom_A(load, _rows(q), q_one, qk_tile, qk_mma, cluster),
-            cute.nvgpu.make_tiled_tma_atom_B(load, _rows(k), k_one, part, qk_mma, cluster),
-            cute.nvgpu.make_tiled_tma_atom_B(load, _columns(v), v_one, pv_tile, pv_mma, cluster),
-            cpasync.make_tiled_tma_atom(store, _rows(out), o_one, (WARP, self.o_columns)),
+            cute.nvgpu.make_tiled_tma_atom_A(load, reorder(q, _ROWS), q_one, qk_tile, qk_mma, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, reorder(k, _ROWS), k_one, part, qk_mma, cluster),
+            cute.nvgpu.make_tiled_tma_atom_B(load, reorder(v, _COLUMNS), v_one, pv_tile, pv_mma, cluster),
+            cpasync.make_tiled_tma_atom(store, reorder(out, _ROWS), o_one, (WARP, self.o_columns)),
         )
         b, s = Int32(q.shape[0]), Int32(q.shape[1])
         grid = (self.heads, b, cute.ceil_div(s, TILE * self.tuning.query_tiles))
@@ -459,48 +412,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class MaskedAttention(Attention):
-    """Attention under an additive mask (B or 1, 1, S, S), bf16 or fp32, which `MaskScan` has looked through.
-
-    row_max, classes: as `MaskScan` writes them.
-    """
-
-    mask: str = "tensor"
-    mask_dtype: str = "bf16"
-
-    def signature(self) -> Signature:
-        q, k, v, out = super().signature()
-        return (q, k, v, *mask_arguments(self.mask_dtype), out)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        mask: cute.Tensor,
-        row_max: cute.Tensor,
-        classes: cute.Tensor,
-        out: cute.Tensor,
-        stream: cuda.CUstream,
-    ):
-        self.launch(q, k, v, out, (mask, row_max, classes), stream)
-
-
-def _rows(t):
-    """(B, S, H, D) as (S, D, (H, B)): the M or N and K modes first, as the tiled TMA wants them."""
-    return _reorder(t, (1, 3, 2, 0))
-
-
-def _columns(t):
-    """(B, S, KV, D) as (D, S, (KV, B)): v is the B operand with N = D."""
-    return _reorder(t, (3, 1, 2, 0))
-
-
-def _reorder(t, order):
-    shape, stride = ([x[i] for i in order] for x in (t.shape, t.stride))
-    shape, stride = ((*x[:2], tuple(x[2:])) for x in (shape, stride))
-    return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=stride))
+class MaskedAttention(MaskTensor, Attention):
+    """See MaskTensor."""
 
 
 def _class_of(classes, lane, i):

@@ -12,7 +12,7 @@ from cute_gemma.kernels.common.softmax import pack_bf16
 from cute_gemma.kernels.sm100 import attention_softmax as softmax
 from cute_gemma.kernels.sm100.attention_mma import GROUPS
 from cute_gemma.kernels.sm100.attention_softmax import CHUNK, TILE, WARP, Rows, tmem_load
-from cute_gemma.kernels.sm100.mask_scan import mask_entries
+from cute_gemma.kernels.common.mask_scan import mask_entries
 from cute_gemma.kernels.sm100.tmem import fence_after_sync
 
 WARPGROUP = 128

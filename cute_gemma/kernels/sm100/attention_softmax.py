@@ -20,7 +20,7 @@ from cutlass.cute.typing import Boolean, Float32, Int32
 from cute_gemma.kernels.common import softcap as sc
 from cute_gemma.kernels.common.mask import ALL_ZERO, MASKED_AT_OR_BELOW, MIXED
 from cute_gemma.kernels.common.softmax import abs_max3, max3, pack_bf16, reduce3, unpack_bf16
-from cute_gemma.kernels.sm100.mask_scan import entry_value
+from cute_gemma.kernels.common.mask_scan import entry_value
 from cute_gemma.kernels.sm100.tmem import fence_after_sync, fence_before_sync
 
 TILE = 128

@@ -2,19 +2,20 @@
 * scale.
 
 q (B, S, H, D), k and v (B, S, KV, D), out (B, S, H, D), all bf16; query head h reads kv head h // (H / KV).
- A CTA walks a static list of work units, each 128 query rows of one head, longest first; a unit walks over
+
+A CTA walks a static list of work units, each 128 query rows of one head, longest first; a unit walks over
 128-key tiles in two blocks of 64 keys. Roles, in the order data meets them:
   load      one warp: q, k and v by TMA into 128-byte-swizzled shared memory
   consumer  2 warpgroups of 64 rows: S = q k^T (wgmma, both operands in shared memory) into registers, weights
-      P from S in registers, O += P v (wgmma, P from registers); then O through shared memory to global memory
-      by TMA While a warpgroup computes weights of one block, the tensor core has its scores of the next
-      block, its O of the one before, and the other warpgroup's products to work on: S has two register
-      buffers where D <= 128, P always has. """
+            P from S in registers, O += P v (wgmma, P from registers); then O through shared memory to global
+            memory by TMA
+While a warpgroup computes weights of one block, the tensor core has its scores of the next block, its O of the
+one before, and the other warpgroup's products to work on: S has two register buffers where D <= 128, P always
+has.
+"""
 
-import math
 from dataclasses import dataclass, fields
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90_utils
@@ -23,12 +24,11 @@ from cutlass.cute.typing import BFloat16, Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_gemma.jit.signature import Signature, TensorArg
-from cute_gemma.kernels.common.softcap import FIXED_SHIFT_CAP, Softcap
+from cute_gemma.kernels.common.attention import AttentionBase, MaskTensor, reorder
+from cute_gemma.kernels.common.softcap import Softcap
 from cute_gemma.kernels.sm90 import attention_softmax as softmax
 from cute_gemma.kernels.sm90.attention_consumer import consumer_role
 from cute_gemma.kernels.sm90.attention_load import load_role
-from cute_gemma.kernels.sm100.mask_scan import mask_arguments
 
 CONSUMERS = 2  # warpgroups
 ROWS = 64  # query rows a warpgroup: M of wgmma
@@ -37,6 +37,7 @@ BLOCK = 64  # keys of a block: N of the first product, K of the second
 WARP = 32
 WARPGROUP = 128
 ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
+_ROWS = (1, 3, 2, 0)  # (B, S, heads, D) to (S, D, (heads, B))
 # Registers a thread: (consumer, load warpgroup). 2 * 128 * 240 + 128 * 24 of the SM's 65,536.
 CONSUMER_REGISTERS, LOAD_REGISTERS = 240, 24
 
@@ -84,51 +85,15 @@ class Smem:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """heads, kv_heads, head_dim: H, KV, D (64, 128 or 256). scale: factor of q k^T. softcap: cap of the
-    logits, None for none. mask: "causal", "none", or "tensor" for `MaskedAttention`. window: with "causal", a
-    row reads itself and the window - 1 keys before it; None for all before it. tuning: None for
-    `default_tuning`."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float | None
-    mask: str = "causal"
-    window: int | None = None
-    tuning: AttentionTuning | None = None
+class Attention(AttentionBase):
+    """See AttentionBase. tuning: see `default_tuning`."""
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128, 256):
-            raise ValueError(f"head_dim: got {self.head_dim}, want 64, 128 or 256")
-        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of heads ({self.heads})")
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"scale: got {self.scale}, want a finite number above 0")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap: got {self.softcap}, want None or a finite number above 0")
-        if self.mask not in ("causal", "none", "tensor"):
-            raise ValueError(f'mask: got {self.mask!r}, want "causal", "none" or "tensor"')
-        if self.window is not None and (self.mask != "causal" or self.window < 1):
-            raise ValueError(
-                f'window: got {self.window} with mask {self.mask!r}, want at least 1, with "causal"'
-            )
+        super().__post_init__()
         if self.tuning is None:
             object.__setattr__(self, "tuning", default_tuning(self.head_dim))
         if self.tuning.stages < 2 or self.tuning.stages & (self.tuning.stages - 1):
             raise ValueError(f"stages: got {self.tuning.stages}, want a power of two, at least 2")
-
-    def signature(self) -> Signature:
-        """q, k, v, out; every batch and length shares one compilation."""
-        q = ("b", "s", self.heads, self.head_dim)
-        kv = ("b", "s", self.kv_heads, self.head_dim)
-        return (
-            TensorArg("q", "bf16", q),
-            TensorArg("k", "bf16", kv),
-            TensorArg("v", "bf16", kv),
-            TensorArg("out", "bf16", q),
-        )
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -149,11 +114,6 @@ class Attention:
         return self.head_dim > 128
 
     @property
-    def fixed_shift(self) -> bool:
-        """Whether the cap alone bounds the exponents, so that no running maximum is needed."""
-        return self.softcap is not None and self.softcap <= FIXED_SHIFT_CAP
-
-    @property
     def cap(self) -> Softcap:
         return Softcap(self.scale, self.softcap)
 
@@ -164,19 +124,13 @@ class Attention:
 
     # ---- host entry ----------------------------------------------------------------------------------------
 
-    @cute.jit
-    def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, stream: cuda.CUstream
-    ):
-        self.launch(q, k, v, out, None, stream)
-
     def launch(self, q, k, v, out, mask, stream):
         """TMA descriptors, grid and launch. mask: None, or (mask, row maxima, tile classes)."""
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         box = (ROWS, self.head_dim)
         layout = self.smem_layout()
-        tma = [cpasync.make_tiled_tma_atom(load, _rows(t), layout, box) for t in (q, k, v)]
-        tma.append(cpasync.make_tiled_tma_atom(store, _rows(out), layout, box))
+        tma = [cpasync.make_tiled_tma_atom(load, reorder(t, _ROWS), layout, box) for t in (q, k, v)]
+        tma.append(cpasync.make_tiled_tma_atom(store, reorder(out, _ROWS), layout, box))
         b, s = Int32(q.shape[0]), Int32(q.shape[1])
         blocks = cutlass.min(self.heads * b * cute.ceil_div(s, TILE), self.tuning.sm_count)
         self.kernel(tuple(t[0] for t in tma), tuple(t[1] for t in tma), mask, b, s).launch(
@@ -290,37 +244,5 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class MaskedAttention(Attention):
-    """Attention under an additive mask (B or 1, 1, S, S), bf16 or fp32, which `MaskScan` has looked through.
-
-    row_max, classes: as `MaskScan` writes them.
-    """
-
-    mask: str = "tensor"
-    mask_dtype: str = "bf16"
-
-    def signature(self) -> Signature:
-        q, k, v, out = super().signature()
-        return (q, k, v, *mask_arguments(self.mask_dtype), out)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        mask: cute.Tensor,
-        row_max: cute.Tensor,
-        classes: cute.Tensor,
-        out: cute.Tensor,
-        stream: cuda.CUstream,
-    ):
-        self.launch(q, k, v, out, (mask, row_max, classes), stream)
-
-
-def _rows(t):
-    """(B, S, H, D) as (S, D, (H, B)): a block's modes first."""
-    shape, stride = ([x[i] for i in (1, 3, 2, 0)] for x in (t.shape, t.stride))
-    shape, stride = ((x[0], x[1], tuple(x[2:])) for x in (shape, stride))
-    layout = cute.make_layout(shape, stride=stride)
-    return cute.make_tensor(t.iterator, layout)
+class MaskedAttention(MaskTensor, Attention):
+    """See MaskTensor."""

@@ -20,7 +20,7 @@ from cute_gemma.kernels.common.softcap import LOG2_E
 from cute_gemma.kernels.common.softmax import pack_bf16
 from cute_gemma.kernels.sm90 import attention_softmax as softmax
 from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of, word_of
-from cute_gemma.kernels.sm100.mask_scan import entry_value, mask_entries
+from cute_gemma.kernels.common.mask_scan import entry_value, mask_entries
 
 WARP = 32
 WARPGROUP = 128
