@@ -278,19 +278,40 @@ def run_launch(
 
 
 def _run_interruptibly(desc: _CLaunch, result: _CResult, stop: ctypes.c_uint32) -> None:
-    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch with KeyboardInterrupt."""
-    arguments = ctypes.byref(desc), ctypes.byref(result)
-    worker = threading.Thread(target=library().emu_run, args=arguments, name="emulator")
-    worker.start()
+    """Runs the engine in a thread of its own, so that Ctrl-C ends the launch with KeyboardInterrupt.
+
+    Never returns or raises before the engine has ended: it works on memory that the caller frees.
+    """
+    emu_run, ended = library().emu_run, threading.Event()
+
+    def work() -> None:
+        try:
+            emu_run(ctypes.byref(desc), ctypes.byref(result))
+        finally:
+            ended.set()
+
+    worker = threading.Thread(target=work, name="emulator")
     try:
-        while worker.is_alive():
-            worker.join(0.2)  # with a limit, since a signal that another thread took does not end a wait
+        worker.start()
+        _wait_for(worker, ended)
     except BaseException:
         stop.value = 1
-        worker.join()
+        while True:
+            with contextlib.suppress(BaseException):  # a second Ctrl-C
+                _wait_for(worker, ended)
+                break
         Footprint(result.footprint)
         _take_trace(result)
         raise
+
+
+def _wait_for(worker: threading.Thread, ended: threading.Event) -> None:
+    """Until the thread has ended, or was never begun."""
+    # enumerate() knows a thread from the first step of start() on, is_alive() later. With a time limit, since a
+    # signal that another thread took does not end a wait.
+    while not ended.wait(0.2):
+        if worker not in threading.enumerate():
+            return
 
 
 def _take_trace(result: _CResult) -> np.ndarray:

@@ -81,7 +81,7 @@ def lower_ld(ins: ptx.Instruction, b: Builder) -> None:
 def lower_st(ins: ptx.Instruction, b: Builder) -> None:
     words = Words(ins, b)
     if words.has("async"):
-        raise b.unsupported()
+        return _store_async(ins, b, words)
     kind, bits = element(ins, b, words)
     ops = cache_policy(ins, words, ins.operands)
     if len(ops) != 2:
@@ -96,6 +96,25 @@ def lower_st(ins: ptx.Instruction, b: Builder) -> None:
     address, offset = b.address(ops[0], address_bits(where))
     sub = where | (bits // 8).bit_length() - 1 << 2 | count << 5 | sem << 9
     b.emit("ST", address, *(b.src(s, bits) for s in sources), sub=sub, imm=offset)
+
+
+def _store_async(ins: ptx.Instruction, b: Builder, words: Words) -> None:
+    """st.async of 4- or 8-byte elements (csrc/st_async.c)."""
+    words.need("shared::cluster", "mbarrier::complete_tx::bytes")
+    words.drop({"weak"})
+    bits = words.choice({"b32": 32, "u32": 32, "s32": 32, "f32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64})
+    count = words.choice({"v2": 2, "v4": 4}, 1)
+    words.done()
+    target, values, barrier = operands(ins, b, 3)
+    sources = items(values)
+    if len(sources) != count or bits * count > 128:
+        raise b.unsupported(f"{len(sources)} values of {bits} bits")
+    address, offset = b.address(target, 32)
+    barrier_ref, barrier_offset = b.address(barrier, 32)
+    b.emit(
+        "ST_ASYNC", address, barrier_ref, *(b.src(s, bits) for s in sources),
+        sub=(bits // 8).bit_length() - 1 | count << 2, imm=offsets(offset, barrier_offset),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- atom, red

@@ -30,6 +30,9 @@ _TOKEN = re.compile(
 )
 
 
+_VECTORS = {".v2": "xy", ".v4": "xyzw"}
+
+
 class Reg:
     """A virtual register. bits: 1 for a predicate. id: unique in its kernel."""
 
@@ -462,6 +465,8 @@ class _Parser:
     def directive(self, word: str) -> None:
         if word == ".reg":
             kind = self.next()
+            lanes = _VECTORS.get(kind, "")
+            kind = self.next() if lanes else kind
             if kind[1:] not in TYPE_BITS:
                 self.fail("register type not understood")
             while True:
@@ -469,6 +474,9 @@ class _Parser:
                 if self.accept("<"):
                     self.scope.ranges[name] = (kind[1:], self.integer())
                     self.expect(">")
+                elif lanes:
+                    parts = {f"{name}.{lane}": self.new_register(f"{name}.{lane}", kind[1:]) for lane in lanes}
+                    self.scope.regs |= parts | {name: Vec(tuple(parts.values()))}
                 else:
                     self.scope.regs[name] = self.new_register(name, kind[1:])
                 if not self.accept(","):
@@ -494,7 +502,7 @@ class _Parser:
         self.kernel.nregs += 1
         return register
 
-    def register(self, name: str) -> Reg | None:
+    def register(self, name: str) -> Reg | Vec | None:
         scope = self.scope
         while scope is not None:
             found = scope.regs.get(name)

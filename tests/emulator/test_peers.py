@@ -4,7 +4,8 @@ and quack's GEMM, both for sm_100a.
 The packages are optional. Without their dependencies, so that the DSL stays as it is:
     pip install --no-deps --target PEERS flash-attn-4==4.0.0b36 quack-kernels==0.6.5 einops==0.8.2
     CUTE_GEMMA_PEERS=PEERS scripts/test --slow tests/emulator/test_peers.py
-CUTE_GEMMA_SCHEDULES=50 runs them under 50 random schedules instead of 3. Each runs in a process of its own, in which torch claims a GPU and `cute.compile` yields emulated functions.
+CUTE_GEMMA_SCHEDULES=50 runs them under 50 random schedules instead of 3. Each runs in a process of its own, in
+which torch claims a GPU and `cute.compile` yields emulated functions.
 """
 
 import importlib

@@ -174,7 +174,7 @@ struct Cluster {
 typedef enum {
   A_TMA_LOAD, A_TMA_STORE, A_BULK_LOAD, A_BULK_STORE, A_BULK_DSMEM, A_ARRIVE, A_CP_ASYNC, A_MMA, A_COMMIT,
       A_TMEM_CP, A_TMEM_LD,
-  A_WGMMA, A_CLC
+  A_WGMMA, A_CLC, A_ST_ASYNC
 } AsyncKind;
 
 typedef struct {                    // a decoded tensor map
@@ -198,6 +198,7 @@ struct Async {
     struct { uint64_t a, b; uint32_t d, idesc, a_tmem, accumulate, pair, scale, disable[8]; } mma;
     struct { uint32_t address, done; } tmem;
     struct { uint64_t a, b; uint32_t accumulate, group; } wgmma;
+    struct { Cta *cta; uint32_t smem, mbar, bytes; uint8_t data[16]; } store;
   };
 };
 
@@ -285,6 +286,10 @@ Status run_tensor(Async *a);
 // clc.c
 Status exec_clc_try_cancel(Warp *, const Op *, uint32_t), exec_clc_query(Warp *, const Op *, uint32_t);
 Status run_clc(Async *a);
+
+// st_async.c
+Status exec_st_async(Warp *, const Op *, uint32_t);
+Status run_st_async(Async *a);
 
 // wgmma.c
 Status wgmma_arrive(Warp *w);

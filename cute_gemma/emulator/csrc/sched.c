@@ -131,6 +131,7 @@ Status async_run(Async *a) {
     case A_CP_ASYNC: return run_cp_async(a);
     case A_ARRIVE: return run_arrive(a);
     case A_CLC: return run_clc(a);
+    case A_ST_ASYNC: return run_st_async(a);
     case A_MMA: case A_COMMIT: case A_TMEM_CP: return run_tensor(a);
     default: return fault(a->warp, a->op, FAULT_ILLEGAL, "internal: a queued operation of kind %d",
                           (int)a->kind);
@@ -197,6 +198,7 @@ static const Exec EXEC[] = {
     exec_tc_relinquish, exec_tc_mma, exec_tc_commit, exec_tc_cp, exec_tc_ld, exec_tc_st, exec_tc_wait,
         exec_tc_fence,
     exec_clc_try_cancel, exec_wgmma, exec_wgmma_fence, exec_wgmma_commit, exec_wgmma_wait, exec_clc_query,
+    exec_st_async,
 };
 
 Status engine_exec(Warp *w, const Op *op, uint32_t mask) {
