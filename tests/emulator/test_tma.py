@@ -256,3 +256,44 @@ def test_cp_async_read_before_its_wait_is_a_race():
     """
     with pytest.raises(emu.RaceError, match="cp.async.wait_group"):
         run(body, source, out, module=MODULE, dynamic_smem=128)
+
+
+TWO_GROUPS = """
+mov.u32 %r1, %tid.x; mov.u32 %r2, smem; ld.param.u64 %d1, [p0]; and.b32 %r3, %r1, 1; setp.eq.u32 %p1, %r3, 0;
+mul.lo.u32 %r4, %r1, 16; add.u32 %r5, %r2, %r4; mul.wide.u32 %d2, %r1, 16; add.u64 %d3, %d1, %d2;
+st.shared.v4.u32 [%r5], {%r1, %r1, %r1, %r1}; fence.proxy.async.shared::cta;
+@%p1 bra EVEN;
+cp.async.bulk.global.shared::cta.bulk_group [%d3], [%r5], 16; cp.async.bulk.commit_group;
+bra BOTH;
+EVEN:
+cp.async.bulk.global.shared::cta.bulk_group [%d3], [%r5], 16; cp.async.bulk.commit_group;
+cp.async.bulk.commit_group;
+BOTH:
+@%p1 bra WAIT_EVEN;
+cp.async.bulk.wait_group.read 0; bra WAITED;
+WAIT_EVEN:
+cp.async.bulk.wait_group.read 1;
+WAITED:
+st.shared.v4.u32 [%r5], {%r2, %r2, %r2, %r2};
+"""
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1"])
+def test_bulk_groups_belong_to_threads(schedule):
+    """Half of a warp's threads commit one group more than the others, and leave that one pending."""
+    seen = aligned(128, np.uint32)
+    run(TWO_GROUPS, seen, module=MODULE, dynamic_smem=1024, schedule=schedule)
+    assert (seen.reshape(32, 4) == np.arange(32)[:, None]).all()
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager"])
+@pytest.mark.parametrize("old, new", [("read 1", "read 2"), ("read 0", "read 1")])
+def test_a_group_that_some_threads_left_pending_is_found(schedule, old, new):
+    with pytest.raises(emu.RaceError, match="wait_group"):
+        run(TWO_GROUPS.replace(old, new), aligned(128, np.uint32), module=MODULE, dynamic_smem=1024,
+            schedule=schedule)  # fmt: skip
+
+
+def test_waits_that_leave_many_groups_are_refused():
+    with pytest.raises(emu.UnsupportedInstruction, match="16 groups"):
+        run("cp.async.bulk.wait_group 16;")

@@ -432,7 +432,7 @@ void barriers_warp_exit(Warp *w) {
     if (b->arrived == b->expected) named_complete(w, b, id);
   }
   if (!cta->live_warps) cta->exited = 1;
-  if (w->launch->hazards && (s->bulk.used || s->bulk.done + 1 < s->bulk.open))
+  if (w->launch->hazards && bulk_unread(&s->bulk))
     fault(w, NULL, FAULT_LEAK, "the warp exits while bulk copies may still read shared memory: "
           "cp.async.bulk.wait_group[.read] comes first");
 }

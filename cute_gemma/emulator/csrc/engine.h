@@ -96,13 +96,25 @@ typedef struct {                    // what a split waits for
   Mbarrier *mbar; Cta *mbar_cta; uint32_t parity;    // WAIT_MBAR
 } Waiting;
 
-// a completion mechanism that counts groups (bulk, cp.async, wgmma, tcgen05.ld/st)
+// a completion mechanism that counts groups (cp.async, wgmma, tcgen05.ld/st)
 typedef struct {
   uint32_t open;                    // sequence number of the group that operations join now; starts at 1
   uint32_t used;                    // operations in it
   uint32_t done;                    // every group up to here is known to be complete
   uint32_t lanes;                   // lanes that have issued
 } Groups;
+
+#define BULK_RECENT 16               // more groups than these cannot be left pending by a wait
+// Bulk groups, which belong to threads. An operation's epoch is the number of commits by the warp so far, plus
+// one; 0 stands for no operation.
+typedef struct {
+  uint32_t open;                    // the epoch now
+  uint32_t lanes;                   // lanes that have issued
+  uint32_t current[LANES];          // first epoch of a lane's operations that are in no group yet
+  uint32_t committed[LANES];        // groups of a lane so far
+  uint32_t first[LANES][BULK_RECENT];    // first epoch of a lane's latest groups, by number modulo BULK_RECENT
+  uint32_t unread[LANES], unwritten[LANES];   // first epoch that the lane has not waited for
+} BulkGroups;
 
 typedef struct {                    // Warp.engine
   Cluster *cluster;
@@ -118,7 +130,8 @@ typedef struct {                    // Warp.engine
   Async *tmem_ld;                   // queued tcgen05.ld, newest first
   Async *wgmma_head, *wgmma_tail; uint32_t wgmma_queued; uint8_t wgmma_fenced;
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
-  Groups bulk, cp, wgmma, ld, st;
+  BulkGroups bulk;
+  Groups cp, wgmma, ld, st;
   uint32_t registers;               // a thread, as setmaxnreg counts them
   ClockId tensor_clock;             // strict checks: what a tcgen05.fence::after_thread_sync has ordered
   uint32_t acquires;                // of what other clusters released
@@ -273,6 +286,7 @@ Status exec_tma_load(Warp *, const Op *, uint32_t), exec_tma_store(Warp *, const
 Status exec_bulk_copy(Warp *, const Op *, uint32_t), exec_bulk_commit(Warp *, const Op *, uint32_t);
 Status exec_bulk_wait(Warp *, const Op *, uint32_t);
 Status run_copy(Async *a);
+int bulk_unread(const BulkGroups *g);         // whether a copy may still read shared memory
 
 // tensor.c
 Status exec_tc_alloc(Warp *, const Op *, uint32_t), exec_tc_dealloc(Warp *, const Op *, uint32_t);

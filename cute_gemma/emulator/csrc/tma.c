@@ -327,8 +327,10 @@ static Status issue_store(Async *a, uint32_t bytes) {
   WarpState *s = state(w);
   a->copy.group = s->bulk.open;
   a->copy.bytes = bytes;
-  s->bulk.used++;
   s->bulk.lanes |= 1u << a->lane;
+  uint32_t *firsts[] = {&s->bulk.current[a->lane], &s->bulk.unread[a->lane], &s->bulk.unwritten[a->lane]};
+  for (uint32_t i = 0; i < 3; i++)
+    if (!*firsts[i]) *firsts[i] = a->copy.group;
   if (w->launch->hazards) {
     lanes_share_waits(w);
     Agent x = agent_of(w, a->op);
@@ -444,33 +446,66 @@ Status exec_bulk_copy(Warp *w, const Op *op, uint32_t mask) {
 
 // ---------------------------------------------------------------- bulk groups
 Status exec_bulk_commit(Warp *w, const Op *op, uint32_t mask) {
-  (void)op, (void)mask;
-  Groups *g = &state(w)->bulk;
+  (void)op;
+  BulkGroups *g = &state(w)->bulk;
+  EACH_LANE(l, mask) {
+    g->first[l][g->committed[l]++ % BULK_RECENT] = g->current[l];
+    g->current[l] = 0;
+  }
   g->open++;
-  g->used = 0;
   return ST_NEXT;
+}
+
+// The first epoch that may be pending after a lane has waited for all but its `left` latest groups; 0: none.
+static uint32_t still_pending(const BulkGroups *g, uint32_t lane, uint32_t left) {
+  const uint32_t committed = g->committed[lane];
+  for (uint32_t n = left < committed ? committed - left : 0; n < committed; n++)
+    if (g->first[lane][n % BULK_RECENT]) return g->first[lane][n % BULK_RECENT];
+  return g->current[lane];
+}
+
+// The last epoch that every lane has waited for, of those that have ended.
+static uint32_t bulk_done(const BulkGroups *g, const uint32_t *pending) {
+  uint32_t done = g->open - 1;
+  EACH_LANE(l, g->lanes)
+    if (pending[l] && pending[l] <= done) done = pending[l] - 1;
+  return done;
+}
+
+int bulk_unread(const BulkGroups *g) {
+  EACH_LANE(l, g->lanes)
+    if (g->unread[l]) return 1;
+  return 0;
 }
 
 // cp.async.bulk.wait_group[.read] imm. sub 1: .read (the sources may be overwritten; the writes may be still
 // under way).
 Status exec_bulk_wait(Warp *w, const Op *op, uint32_t mask) {
-  Groups *g = &state(w)->bulk;
+  BulkGroups *g = &state(w)->bulk;
   Cluster *c = cluster_of(w);
-  // groups belong to the lanes that made them
-  if (g->open - 1 <= (uint32_t)op->imm || (g->lanes & ~mask)) return ST_NEXT;
-  const uint32_t last = g->open - 1 - (uint32_t)op->imm;
+  const int written = !(op->sub & 1);
+  if ((uint32_t)op->imm >= BULK_RECENT)
+    return fault(w, op, FAULT_UNSUPPORTED, "cp.async.bulk.wait_group for all but %u groups: not implemented",
+                 (uint32_t)op->imm);
+  uint32_t pending[LANES] = {0};
+  EACH_LANE(l, mask & g->lanes) {
+    pending[l] = still_pending(g, l, (uint32_t)op->imm);
+    if (g->unread[l] && (!pending[l] || g->unread[l] < pending[l])) g->unread[l] = pending[l];
+    if (written && g->unwritten[l] && (!pending[l] || g->unwritten[l] < pending[l])) g->unwritten[l] = pending[l];
+  }
   for (Async *a = c->queue_head, *next; a; a = next) {
     next = a->next;
-    if (a->warp != w || (a->kind != A_TMA_STORE && a->kind != A_BULK_STORE) || a->copy.group > last) continue;
+    if (a->warp != w || (a->kind != A_TMA_STORE && a->kind != A_BULK_STORE) || !(mask >> a->lane & 1)) continue;
+    if (pending[a->lane] && a->copy.group >= pending[a->lane]) continue;
     if (!a->copy.step && run_copy(a) == ST_FAULT) return ST_FAULT;
-    if (!(op->sub & 1) && run_copy(a) == ST_FAULT) return ST_FAULT;
+    if (written && run_copy(a) == ST_FAULT) return ST_FAULT;
   }
-  if (last > g->done) g->done = last;
   if (w->launch->hazards) {
-    uint32_t *clock = clock_g(c, state(w)->clock);
-    if (state(w)->bulk_read_held < last) state(w)->bulk_read_held = last;
+    uint32_t *known = &clock_g(c, state(w)->clock)[warp_comp(w, C_BULK_WRITE)];
+    const uint32_t read = bulk_done(g, g->unread), wrote = bulk_done(g, g->unwritten);
+    if (state(w)->bulk_read_held < read) state(w)->bulk_read_held = read;
     if (w->launch->hazards != HAZARDS_STRICT || g->lanes == w->live) lanes_share_waits(w);
-    if (!(op->sub & 1) && clock[warp_comp(w, C_BULK_WRITE)] < last) clock[warp_comp(w, C_BULK_WRITE)] = last;
+    if (written && *known < wrote) *known = wrote;
   }
   return ST_NEXT;
 }
