@@ -50,6 +50,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 
 from cute_gemma.kernels.common import bf16
+from cute_gemma.kernels.common.boxes import box_layout, box_tma
 from cute_gemma.kernels.common.gemm import (
     ALIGNMENT,
     BLOCK_K,
@@ -62,7 +63,7 @@ from cute_gemma.kernels.common.gemm import (
     Workspace,
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
-from cute_gemma.kernels.sm100.boxes import BOX_BYTES, WarpBoxes, box_layout, box_tma
+from cute_gemma.kernels.sm100.boxes import BOX_BYTES, BOX_ROWS, WarpBoxes
 from cute_gemma.kernels.sm100.tmem import CHUNK, accumulator_rows, fence_after_sync, fence_before_sync
 from cute_gemma.kernels.sm100.tuning import GemmTuning
 
@@ -160,11 +161,11 @@ class PersistentGemm(GemmBase):
 
     def tma_store(self, tensor) -> TmaTensor:
         """Store descriptor for a row-major (M, N) output, box by box."""
-        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor))
+        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor, BOX_ROWS))
 
     def tma_rows(self, tensor) -> TmaTensor:
         """Load descriptor for a row-major (M, N) epilogue input, box by box."""
-        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor))
+        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileG2SOp(), tensor, BOX_ROWS))
 
     def cluster_layout(self, tiled_mma):
         """(V, M, N, K) layout of the CTAs of a cluster: those of one accumulator, `cluster_m` times."""
@@ -223,7 +224,7 @@ class PersistentGemm(GemmBase):
         a_layout, b_layout = self.stage_layouts(mmas[0])
         a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, ALIGNMENT, swizzle=a_layout.inner)
         b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, ALIGNMENT, swizzle=b_layout.inner)
-        layout = box_layout(EPILOGUE_WARPS * self.boxes)
+        layout = box_layout(BOX_ROWS, EPILOGUE_WARPS * self.boxes)
         box_memory = smem.allocate_tensor(BFloat16, layout.outer, ALIGNMENT, swizzle=layout.inner)
         boxes = WarpBoxes(box_memory, warp * self.boxes)
         operands = self.stage_views(mmas, a_shared, b_shared)

@@ -49,9 +49,10 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from cutlass.utils import LayoutEnum
+from cutlass.tensor_utils import LayoutEnum
 
 from cute_gemma.kernels.common import bf16
+from cute_gemma.kernels.common.boxes import box_layout, box_tma
 from cute_gemma.kernels.common.gemm import (
     ALIGNMENT,
     BLOCK_K,
@@ -65,15 +66,7 @@ from cute_gemma.kernels.common.gemm import (
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.common.shared_rounds import plan_shared
-from cute_gemma.kernels.sm90.boxes import (
-    BOX_BYTES,
-    BOX_COLUMNS,
-    BOX_ROWS,
-    SIXTEENS,
-    WarpBoxes,
-    box_layout,
-    box_tma,
-)
+from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes
 from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, ClusterSum
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, GemmTuning
 
@@ -103,14 +96,14 @@ class Strip:
         """The four fragments of columns [16 index, 16 index + 16), as `WarpBoxes.write` takes them."""
         return [self.pairs[half][column] for column in (2 * index, 2 * index + 1) for half in (0, 1)]
 
-    def store(self, boxes: WarpBoxes, first: Any, send: Callable[[list], None]) -> None:
+    def store(self, boxes: WarpBoxes, first: Any, store: Callable[[list], None]) -> None:
         """Store the strip as it is through the warp's boxes. first: the output's column of boxes that its own
-        first one goes to; send(columns): sends as many boxes to these columns of boxes."""
+        first one goes to; store(columns): stores as many boxes to these columns of boxes."""
         per_tile = len(self.pairs[0]) // (BOX_COLUMNS // 8)
         for begin in range(0, per_tile, boxes.count):
             end = min(begin + boxes.count, per_tile)
             boxes.fill([self.sixteen(block) for block in range(begin * SIXTEENS, end * SIXTEENS)])
-            send([first + column for column in range(begin, end)])
+            store([first + column for column in range(begin, end)])
 
 
 @dataclass(frozen=True)
@@ -234,7 +227,7 @@ class PersistentGemm(GemmBase):
 
     def tma_store(self, tensor) -> TmaTensor:
         """Store descriptor for a row-major (M, N) output, box by box."""
-        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor))
+        return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor, BOX_ROWS))
 
     def schedule(self, sections: tuple) -> TileSchedule:
         tuning = self.tuning
@@ -285,7 +278,7 @@ class PersistentGemm(GemmBase):
         a_layout, b_layout = self.stage_layouts(0)
         a_shared = smem.allocate_tensor(BFloat16, a_layout.outer, ALIGNMENT, swizzle=a_layout.inner)
         b_shared = smem.allocate_tensor(BFloat16, b_layout.outer, ALIGNMENT, swizzle=b_layout.inner)
-        layout = box_layout(CONSUMER_WARPS * self.boxes)
+        layout = box_layout(BOX_ROWS, CONSUMER_WARPS * self.boxes)
         box_memory = smem.allocate_tensor(BFloat16, layout.outer, ALIGNMENT, swizzle=layout.inner)
         operands = self.stage_views(a_shared, b_shared)
 

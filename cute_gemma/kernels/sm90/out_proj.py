@@ -35,5 +35,5 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
         tma, _, boxes = io
         first = unit.n * (self.tuning.tile_n // BOX_COLUMNS)
         strip.store(
-            boxes, first, lambda columns: boxes.send(tma.out, [(box_row, column) for column in columns])
+            boxes, first, lambda columns: boxes.store(tma.out, [(box_row, column) for column in columns])
         )

@@ -102,11 +102,11 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
                 begin, end = self.side_range(side, BLOCK_M)
                 if block >= begin and block < end:
                     row = (block - begin) * (BLOCK_M // BOX_ROWS) + box
-                    boxes.send(tma.grad_weights[side], [(row, column) for column in columns])
+                    boxes.store(tma.grad_weights[side], [(row, column) for column in columns])
         else:
             blocks = cute.ceil_div(tma.seq, BLOCK_M)
             row = block % blocks * (BLOCK_M // BOX_ROWS) + box
-            boxes.send(tma.grad_hidden, [(row, column, block // blocks) for column in columns])
+            boxes.store(tma.grad_hidden, [(row, column, block // blocks) for column in columns])
 
 
 def default_tuning(

@@ -132,7 +132,7 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             strip.store(
                 boxes,
                 box_column,
-                lambda columns: boxes.send(tma.outputs[V], [(box_row, column) for column in columns]),
+                lambda columns: boxes.store(tma.outputs[V], [(box_row, column) for column in columns]),
             )
         else:
             cos, sin = self.read_tables(tma, first_row)
@@ -158,9 +158,9 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             targets = [(box_row, column + step), (box_row, column + step + steps)]
             boxes.fill(blocks)
             if factors.part == Q:
-                boxes.send(tma.outputs[Q], targets)
+                boxes.store(tma.outputs[Q], targets)
             else:
-                boxes.send(tma.outputs[K], targets)
+                boxes.store(tma.outputs[K], targets)
 
     def head(self, pairs, tma, place) -> Head:
         """The mean of squares of a head, and where it is saved."""
