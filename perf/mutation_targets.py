@@ -182,6 +182,21 @@ def _mask(seq: int) -> Tensor:
     return mask[None, None].bfloat16()
 
 
+def _blocks(seq: int) -> Tensor:
+    """Tiles that are free or masked as a whole: query tiles, and pairs of them, that read other key tiles than
+    their neighbours or none."""
+    tiles = -(-seq // MASK_TILE)
+    reads = torch.ones(tiles, tiles, dtype=torch.bool).tril()
+    reads[0::4] = False  # the first of a CTA's two query tiles reads nothing
+    reads[3::4] = False  # the second
+    reads[4:, :] = False
+    reads[4, 1::2] = True
+    reads[5:, 0::2] = True
+    mask = torch.zeros(seq, seq)
+    mask[~reads.repeat_interleave(MASK_TILE, 0).repeat_interleave(MASK_TILE, 1)[:seq, :seq]] = _LOWEST
+    return mask[None, None].bfloat16()
+
+
 def _mask_symbols(seq: int) -> dict[str, int]:
     return {"b": 1, "mask_b": 1, "s": seq, "t": -(-seq // MASK_TILE), "c": -(-seq // SCAN_COLUMNS)}
 
@@ -198,8 +213,9 @@ def _scan_mask(mask: Tensor) -> Inputs:
     return Inputs(_mask_symbols(mask.shape[-1]), {"mask": lambda shape: mask.view(shape)})
 
 
-def _masked(seq: int, arch: str, gains: tuple[float, float]) -> Inputs:
-    mask, tiles = _mask(seq), math.ceil(seq / MASK_TILE)
+def _masked(mask: Tensor, arch: str, gains: tuple[float, float]) -> Inputs:
+    seq = mask.shape[-1]
+    tiles = math.ceil(seq / MASK_TILE)
     row_max = torch.full((1, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
     classes = torch.full((1, tiles, tiles), 99, dtype=torch.uint8)
     jit.launch(_mask_scan(), mask, row_max, classes, target=arch, backend="emulator")
@@ -267,7 +283,11 @@ def _attention_targets(arch: str) -> list[Target]:
     def kernel(masked: bool, *args: Any) -> Callable[[], Any]:
         return partial(_attention, arch, masked, *args)
 
-    masked = ((700, 1.0, 1.0), (700, 0.5, 20.0), (700, 20.0, 0.5), (700, 120.0, 1.0), (300, 1.0, 1.0))
+    masked = (
+        *((_mask, 700, *gains) for gains in ((1.0, 1.0), (0.5, 20.0), (20.0, 0.5), (120.0, 1.0))),
+        (_mask, 300, 1.0, 1.0),
+        (_blocks, 900, 1.0, 1.0),
+    )
 
     def logits(head_dim: int, *cases: tuple[int, float, float]) -> Callable[[], list[Inputs]]:
         return lambda: [_logits(1, seq, head_dim, gains) for seq, *gains in cases]
@@ -278,7 +298,7 @@ def _attention_targets(arch: str) -> list[Target]:
         Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none"),
                logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
         Target("attention, mask", kernel(True, 2, 1, 128, SCALE, 50.0),
-               lambda: [_masked(seq, arch, gains) for seq, *gains in masked], arch),
+               lambda: [_masked(mask(seq), arch, gains) for mask, seq, *gains in masked], arch),
         Target("attention, head_dim 256", kernel(False, 2, 1, 256, 1 / 16, 50.0, "causal"),
                logits(256, (520, 0.5, 20.0), (520, 20.0, 0.5), (520, 120.0, 1.0), (300, 1.0, 1.0)), arch),
     ]  # fmt: skip

@@ -90,7 +90,8 @@ class Barriers:
     a change of it, so that the storage struct itself cannot be read within a loop.
 
     q_full, o_full: one a query tile; kv_full, kv_empty: one a stage; s_full, max_full: one a warpgroup;
-    p_full: one a warpgroup and part of P; o_done, done: one.
+    p_full: one a warpgroup and part of P; o_done, done: one. max_full and o_done: only where the warpgroups
+    are chained.
     """
 
     q_full: cute.Pointer
@@ -317,10 +318,12 @@ class Attention(AttentionBase):
                 cute.arch.mbarrier_init(bars.kv_empty + i, 1)
             for g in range(GROUPS):
                 cute.arch.mbarrier_init(bars.s_full + g, 1)
-                cute.arch.mbarrier_init(bars.max_full + g, WARPGROUP // WARP)
+                if self.chained:
+                    cute.arch.mbarrier_init(bars.max_full + g, WARPGROUP // WARP)
             for i in range(GROUPS * self.p_parts):
                 cute.arch.mbarrier_init(bars.p_full + i, WARPGROUP // WARP)
-            cute.arch.mbarrier_init(bars.o_done, 1)
+            if self.chained:
+                cute.arch.mbarrier_init(bars.o_done, 1)
             cute.arch.mbarrier_init(bars.done, self.mma_warp)
         cute.arch.mbarrier_init_fence()
 

@@ -61,7 +61,9 @@ def softmax_role(kernel, bars, sO, scratch, tmem, out, mask, work):
         total, column = _combine(kernel, scratch, rows, maximum, total), group
     if tile < work.tiles:
         coordinate = (column, work.head, work.batch)
-        write_output(kernel, rows, sO, out, coordinate, ready, total, count > 0)
+        # Only a mask given as a tensor leaves a query tile without keys.
+        started = count > 0 if cutlass.const_expr(kernel.mask == "tensor") else True
+        write_output(kernel, rows, sO, out, coordinate, ready, total, started)
     softmax.arrive(rows, bars.done)
 
 
@@ -82,8 +84,9 @@ def _combine(kernel, scratch, rows, maximum, total):
     """The row's denominator from the sums of both warpgroups, brought to the larger of their maxima:
     O's."""
     sums, maxima = (cute.make_tensor(x, cute.make_layout((TILE, GROUPS))) for x in scratch)
-    # Both warpgroups are past reading mask entries and what the chain passed on.
-    cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
+    if kernel.chained or kernel.mask == "tensor":
+        # Both warpgroups are past reading mask entries and what the chain passed on.
+        cute.arch.barrier(barrier_id=1, number_of_threads=GROUPS * WARPGROUP)
     sums[rows.thread, rows.group] = total
     if kernel.chained:
         maxima[rows.thread, rows.group] = maximum

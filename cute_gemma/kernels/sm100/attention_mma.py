@@ -140,14 +140,13 @@ def mma_role(kernel, bars, smem, tmem, work):
         visit = partial(_visit_one_tile, kernel, bars, smem, tmem)
         slot, phase, count = kernel.walk(visit, (Int32(0),) * 3, work)
         ring = (slot, phase)
-        after = _skip(kernel, ring, kernel.kv_parts)
+        two, after = count > 1, _skip(kernel, ring, kernel.kv_parts)
+        last = (cutlass.select_(two, after[0], slot), cutlass.select_(two, after[1], phase))
         with cute.arch.elect_one():
-            if count > 1:
-                _accumulate(kernel, bars, smem, tmem, ring, count & 1, count - 2)
-                _accumulate(kernel, bars, smem, tmem, after, (count - 1) & 1, count - 1)
-            if count == 1:
-                _accumulate(kernel, bars, smem, tmem, ring, Int32(0), Int32(0))
+            if two:
+                _accumulate(kernel, bars, smem, tmem, ring, count & 1, count - 2, kernel.kv_parts)
             if count > 0:
+                _accumulate(kernel, bars, smem, tmem, last, (count - 1) & 1, count - 1, 0)
                 tcgen05.commit(bars.o_full)
     cute.arch.mbarrier_wait(bars.done, 0)
     cute.arch.dealloc_tmem(tmem, kernel.tmem_columns)
@@ -212,8 +211,8 @@ def _scores(kernel, bars, smem, tmem, ring, q_tile, g):
     steps = kernel.head_dim // kernel.kv_parts // MMA_K
     for p in range(kernel.kv_parts):
         slot, phase = ring
+        # No tcgen05.fence: what was in S_g before is ordered by the wait for P_g.
         cute.arch.mbarrier_wait(bars.kv_full + slot, phase)
-        fence_after_sync()
         for i in range(steps):
             a = _descriptor(tQ[None, None, p * steps + i, q_tile])
             b = _descriptor(tK[None, None, i, slot])
@@ -224,8 +223,9 @@ def _scores(kernel, bars, smem, tmem, ring, q_tile, g):
     tcgen05.commit(bars.s_full + g)
 
 
-def _accumulate(kernel, bars, smem, tmem, ring, g, index):
-    """O += P_g v from the ring's next stages; `index`: how many products the query tile has had before."""
+def _accumulate(kernel, bars, smem, tmem, ring, g, index, last=None):
+    """O += P_g v from the ring's next stages; `index`: how many products the query tile has had before;
+    `last`: stages that are still filled after these, None for more than there are."""
     two = kernel.tuning.query_tiles == 2
     mma = tiled_mmas(kernel.head_dim)[1]
     tV = mma.make_fragment_B(smem[2])
@@ -245,7 +245,9 @@ def _accumulate(kernel, bars, smem, tmem, ring, g, index):
         accumulator = tmem + kernel.o_column(g if two else 0)
         _issue(accumulator, a, b, _instruction(kernel.head_dim, True), index > 0 if i == 0 else True)
         if (i + 1) % (steps // kernel.kv_parts) == 0:
-            if not two:
+            part = i // (steps // kernel.kv_parts)
+            refilled = last is None or kernel.kv_parts - 1 - part + last >= kernel.tuning.kv_stages
+            if not two and refilled:
                 tcgen05.commit(bars.kv_empty + slot)
             ring = next_stage(kernel, ring)
     if kernel.chained:

@@ -272,9 +272,12 @@ def _finish_chunk(rows, chunk, weights, total, sum_rounded):
     return total
 
 
+@cute.jit
 def _arrive_all(kernel, rows):
-    for part in range(kernel.p_parts):
-        arrive(rows, rows.p_full + part)
+    fence_before_sync()
+    if rows.lane == 0:
+        for part in cutlass.range_constexpr(kernel.p_parts):
+            cute.arch.mbarrier_arrive(rows.p_full + part)
 
 
 # ---- masks -------------------------------------------------------------------------------------------------
