@@ -182,6 +182,41 @@ def test_barrier_initialisation_unknown_to_the_async_proxy_is_advice_of_the_stri
         gemm(256, body, hazards="strict")
 
 
+# Each lane writes a word and reads its neighbour's, twice.
+LANES = """
+    ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; shl.b32 %r3, %r1, 2; add.u32 %r4, %r2, %r3;
+    add.u32 %r5, %r3, 4; and.b32 %r5, %r5, 127; add.u32 %r5, %r2, %r5; mov.u32 %r6, 0; mov.u32 %r9, 0;
+    AGAIN: add.u32 %r7, %r1, %r6; st.shared.b32 [%r4], %r7; bar.warp.sync -1;
+    ld.shared.b32 %r8, [%r5]; add.u32 %r9, %r9, %r8; {between}
+    add.u32 %r6, %r6, 1; setp.lt.u32 %p1, %r6, 2; @%p1 bra AGAIN;
+    cvt.u64.u32 %d2, %r3; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r9;
+"""
+
+
+def test_lanes_of_a_warp_want_bar_warp_sync_between_them_in_the_strict_mode_only():
+    body = LANES.format(between="bar.warp.sync 0xffffffff;")
+    no_read_after, no_write_after = body.replace("bar.warp.sync -1;", ""), LANES.format(between="")
+    for text in (body, no_read_after, no_write_after):
+        out = aligned(32, np.uint32)
+        run(text, out, module=MODULE, dynamic_smem=128)
+        assert np.array_equal(out, 2 * ((np.arange(32) + 1) % 32) + 1)
+    run(body, aligned(32, np.uint32), module=MODULE, dynamic_smem=128, hazards="strict")
+    for text, what in ((no_read_after, "lane 0 reads what lane 1"), (no_write_after, "writes what lane .* read")):
+        with pytest.raises(emu.RaceError, match=f"advice.*{what}.*bar.warp.sync"):
+            run(text, aligned(32, np.uint32), module=MODULE, dynamic_smem=128, hazards="strict")
+
+
+def test_lanes_may_write_halves_of_a_word_and_read_their_own_in_the_strict_mode():
+    body = """
+    ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; shl.b32 %r3, %r1, 1; add.u32 %r4, %r2, %r3;
+    cvt.u16.u32 %h1, %r1; st.shared.b16 [%r4], %h1; ld.shared.b16 %h2, [%r4]; cvt.u32.u16 %r5, %h2;
+    shl.b32 %r6, %r1, 2; cvt.u64.u32 %d2, %r6; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r5;
+    """
+    out = aligned(32, np.uint32)
+    run(body, out, module=MODULE, dynamic_smem=64, hazards="strict")
+    assert np.array_equal(out, np.arange(32))
+
+
 # ---------------------------------------------------------------- registers of a CTA
 def test_more_registers_wait_for_what_others_give_up():
     body = """mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 7; setp.eq.u32 %p1, %r2, 0; @%p1 bra GIVE;

@@ -145,6 +145,7 @@ typedef struct {                    // Warp.engine
   // strict checks: lanes that wrote shared and global memory since the lanes last met, the warp's epoch then,
   // and the bulk groups whose end only the lanes that waited know
   uint32_t writers, global_writers, met_epoch, bulk_read_held;
+  uint32_t synced_epoch;            // met_epoch, or the epoch when some of the lanes last met
 } WarpState;
 
 struct Cta {
@@ -152,6 +153,7 @@ struct Cta {
   Cluster *cluster; Launch *launch;
   Warp *warps; WarpState *states;
   uint8_t *smem; Shadow *smem_shadow;
+  struct LaneAccess *lane_accesses;          // strict checks (lanes.c): of the words of shared memory
   uint32_t *tmem; Shadow *tmem_shadow;       // tmem[column * 128 + lane]; shadow [column * 4 + quarter]
   uint64_t tmem_allocated[TMEM_COLUMNS / 64]; uint32_t tmem_in_use, relinquished;
   uint16_t tmem_alloc_size[TMEM_COLUMNS];    // columns of the allocation that starts here

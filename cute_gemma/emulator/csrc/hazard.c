@@ -182,12 +182,17 @@ void lanes_meet(Warp *w) {
   WarpState *s = state(w);
   lanes_share_waits(w);
   s->writers = s->global_writers = 0;
-  s->met_epoch = clock_g(cluster_of(w), s->clock)[warp_comp(w, C_WARP)];
+  s->met_epoch = s->synced_epoch = clock_g(cluster_of(w), s->clock)[warp_comp(w, C_WARP)];
   clock_publish(w);
 }
 
 void engine_warp_sync(Warp *w, uint32_t mask) {
-  if (mask == w->live) lanes_meet(w);
+  if (mask == w->live) {
+    lanes_meet(w);
+  } else if (w->launch->hazards) {
+    state(w)->synced_epoch = clock_g(cluster_of(w), state(w)->clock)[warp_comp(w, C_WARP)];
+    clock_publish(w);
+  }
 }
 
 uint32_t lanes_hide(Warp *w, uint32_t lane, Agent *x) {

@@ -43,6 +43,8 @@ void tensor_fence(Warp *w, int after);                    // tcgen05.fence::befo
 // for
 void lanes_meet(Warp *w);
 void lanes_share_waits(Warp *w);
+// an access to shared memory by the lanes `who`, together; 0: it faulted
+int lanes_touch(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t bytes, uint32_t who, int write);
 // what x sees while other lanes' unordered writes are hidden from it; returns what to restore
 uint32_t lanes_hide(Warp *w, uint32_t lane, Agent *x);
 void lanes_restore(Warp *w, uint32_t was);

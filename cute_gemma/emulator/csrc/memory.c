@@ -61,9 +61,14 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
   }
   Agent x = agent_of(w, op);
   if (strong) x.tag = TAG_STRONG, x.strong = 1;
+  // ldmatrix and stmatrix move every row between all lanes
+  const int together = op->code == OP_LDMATRIX || op->code == OP_STMATRIX;
+  const int apart = w->launch->hazards == HAZARDS_STRICT && !strong;
   Cta *cta = NULL;
   uint32_t granule = 0, bits = 0;
   EACH_LANE(l, mask) {
+    if (apart && !lanes_touch(w, op, r->cta[l], r->offset[l], bytes, together ? FULL : 1u << l, write))
+      return 0;
     for (uint32_t at = r->offset[l], end = at + bytes; at < end; at = (at | (GRANULE - 1)) + 1) {
       uint32_t stop = (at | (GRANULE - 1)) + 1, n = (stop < end ? stop : end) - at;
       if (bits && (r->cta[l] != cta || at / GRANULE != granule)) {

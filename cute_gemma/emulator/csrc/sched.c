@@ -298,7 +298,7 @@ static void cluster_free(Cluster *c) {
       free(cta->states[i].seen->item), free(cta->states[i].seen);
     }
     free(cta->warps), free(cta->states), free(cta->smem), free(cta->smem_shadow), free(cta->tmem),
-        free(cta->tmem_shadow);
+        free(cta->tmem_shadow), free(cta->lane_accesses);
     free(cta->mbar_index), free(cta->mbars);
   }
   for (uint32_t i = 0; i < c->nextra; i++) free(c->extra[i].item);
@@ -329,6 +329,8 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     if (cta->smem_shadow)
       memset(cta->smem_shadow, 0, (launch->smem_end / GRANULE + 1) * sizeof *cta->smem_shadow);
     if (cta->tmem_shadow) memset(cta->tmem_shadow, 0, TMEM_COLUMNS * 4 * sizeof *cta->tmem_shadow);
+    free(cta->lane_accesses);
+    cta->lane_accesses = NULL;
   }
   cta->live_warps = launch->nwarps;
   cta->pipe_epoch = 1;
