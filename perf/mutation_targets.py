@@ -213,7 +213,7 @@ def _scan_mask(mask: Tensor) -> Inputs:
     return Inputs(_mask_symbols(mask.shape[-1]), {"mask": lambda shape: mask.view(shape)})
 
 
-def _masked(mask: Tensor, arch: str, gains: tuple[float, float]) -> Inputs:
+def _masked(mask: Tensor, arch: str, gains: tuple[float, ...]) -> Inputs:
     seq = mask.shape[-1]
     tiles = math.ceil(seq / MASK_TILE)
     row_max = torch.full((1, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
@@ -224,11 +224,12 @@ def _masked(mask: Tensor, arch: str, gains: tuple[float, float]) -> Inputs:
     return Inputs(_mask_symbols(seq), {**_logits(1, seq, 128, gains).values, **values})
 
 
-def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, float]) -> Inputs:
-    """Logits whose deviation goes from gains[0] to gains[1] along the keys, so that tiles take different
-    ranges of softcap and shift."""
+def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, ...]) -> Inputs:
+    """Logits whose deviation goes from gains[0] to gains[1] along the keys, and to gains[2], if there is one,
+    in half a tile of them, so that tiles take different ranges of softcap and shift."""
     generator = torch.Generator().manual_seed(6)
-    gain = torch.linspace(*gains, seq).view(1, seq, 1, 1)
+    gain = torch.linspace(*gains[:2], seq).view(1, seq, 1, 1)
+    gain[:, 192:256] = gains[2] if len(gains) > 2 else gain[:, 192:256]
 
     def draw(shape: tuple[int, ...], factor: Any) -> Tensor:
         return torch.randn(shape, generator=generator) * factor
@@ -286,7 +287,7 @@ def _attention_targets(arch: str) -> list[Target]:
     masked = (
         *((_mask, 700, *gains) for gains in ((1.0, 1.0), (0.5, 20.0), (20.0, 0.5), (120.0, 1.0))),
         (_mask, 300, 1.0, 1.0),
-        (_blocks, 900, 1.0, 1.0),
+        (_blocks, 900, 1.0, 1.0, 40.0),
     )
 
     def logits(head_dim: int, *cases: tuple[int, float, float]) -> Callable[[], list[Inputs]]:
