@@ -79,6 +79,27 @@ def test_own_bytes_of_a_shared_sector_may_be_read_back():
     assert np.array_equal(out, np.arange(8) + 1)
 
 
+# One warp a CTA: its lane 0 waits for the flag, all lanes read the data.
+ONE_LANE_WAITS = HANDOVER.replace("{before} bar.sync 0;", "bar.warp.sync -1;")
+ONE_LANE_WAITS = ONE_LANE_WAITS.replace("bar.sync 0;", "{meet}")
+
+
+def one_lane_waits(meet, poll=ACQUIRE, after="", **options):
+    data, flag, out = aligned(32, np.uint32), aligned(1, np.uint32), aligned(32, np.uint32)
+    body = ONE_LANE_WAITS.format(**{"meet": meet, "raise": RELEASE, "poll": poll, "after": after})
+    run(body, data, flag, out, grid=2, hazards="strict", **options)
+    return out
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+@pytest.mark.parametrize(("poll", "after"), [(ACQUIRE, ""), (RELAXED_READ, FENCE)])
+def test_what_one_lane_acquires_the_others_know_once_they_meet(poll, after, schedule):
+    out = one_lane_waits("bar.warp.sync -1;", poll, after, schedule=schedule)
+    assert np.array_equal(out, np.arange(32) + 7)
+    with pytest.raises(emu.RaceError, match=r"advice: .* another lane of the warp may have acquired it"):
+        one_lane_waits("shfl.sync.idx.b32 %r9, %r1, 0, 31, -1;", poll, after, schedule=schedule)
+
+
 LAST = """
 ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x;
 mov.u32 %r3, %ctaid.x; mov.u32 %r2, smem;

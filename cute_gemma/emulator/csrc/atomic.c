@@ -78,7 +78,7 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
     uint32_t l = first_lane(m);
     if (is_shared(op, &r, l)) continue;
     global_release(w, (uint64_t)r.at[l], !(sub >> 10 & 1), mask);
-    global_acquire(w, (uint64_t)r.at[l], !(sub >> 9 & 1));
+    global_acquire(w, (uint64_t)r.at[l], !(sub >> 9 & 1), mask);
   }
   EACH_LANE(l, mask)
     for (uint32_t j = 0; j < count; j++) {

@@ -146,6 +146,9 @@ typedef struct {                    // Warp.engine
   // and the bulk groups whose end only the lanes that waited know
   uint32_t writers, global_writers, met_epoch, bulk_read_held;
   uint32_t synced_epoch;            // met_epoch, or the epoch when some of the lanes last met
+  // strict checks: lanes that have acquired what other clusters released since the lanes last met, and
+  // `acquires` then; whether other lanes are reading now
+  uint32_t acquirers, acquires_met; uint8_t reads_apart;
 } WarpState;
 
 struct Cta {

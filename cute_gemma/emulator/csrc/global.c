@@ -103,7 +103,7 @@ static void learn_visible(const Warp *w, Knowledge *k) {
     if (visible(w, &list->item[i])) learn(k, list->item[i].snapshot);
 }
 
-static void acquire(Warp *w, Snapshot *s) {
+static void acquire(Warp *w, Snapshot *s, uint32_t lanes) {
   Cluster *c = cluster_of(w);
   uint32_t *g = clock_g(c, state(w)->clock);
   if (s->instance == c->instance) {
@@ -119,6 +119,7 @@ static void acquire(Warp *w, Snapshot *s) {
   }
   list->item[list->n++] = (Remote){s, state(w)->index, ++state(w)->acquires};
   g[warp_comp(w, C_REMOTE)] = state(w)->acquires;
+  if (lanes != w->live) state(w)->acquirers |= lanes;
 }
 
 // ---------------------------------------------------------------- addresses that synchronise
@@ -167,17 +168,17 @@ void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes) 
 }
 
 // A strong read of `address`. needs_fence: it is relaxed, and acquires when a fence follows.
-void global_acquire(Warp *w, uint64_t address, int needs_fence) {
+void global_acquire(Warp *w, uint64_t address, int needs_fence, uint32_t lanes) {
   SyncVariable *v = variable(w->launch, address & ~3ull, 0);
   for (uint32_t i = 0; v && i < v->known.n; i++)
     if (needs_fence) learn(state(w)->seen, v->known.item[i]);
-    else acquire(w, v->known.item[i]);
+    else acquire(w, v->known.item[i], lanes);
 }
 
 void global_fence(Warp *w, uint32_t lanes) {
   WarpState *s = state(w);
   if (!w->launch->sync) w->launch->sync = calloc(1, sizeof *w->launch->sync);
-  for (uint32_t i = 0; i < s->seen->n; i++) acquire(w, s->seen->item[i]);
+  for (uint32_t i = 0; i < s->seen->n; i++) acquire(w, s->seen->item[i], lanes);
   s->seen->n = s->fenced_known->n = 0;
   learn_visible(w, s->fenced_known);
   s->fenced_snapshot = take_snapshot(w, lanes);
@@ -217,6 +218,13 @@ static int unordered(Warp *w, const Op *op, uint64_t address, const SectorWrite 
   const uint32_t id = x->instance - 1, nx = d->grid[0] / d->cluster[0], ny = d->grid[1] / d->cluster[1];
   const uint32_t index = x->comp % cluster_of(w)->nwarps, per = w->launch->nwarps, bulk = x->comp /
       cluster_of(w)->nwarps == C_BULK_WRITE;
+  if (state(w)->reads_apart) {
+    fault(w, op, FAULT_RACE, "advice: reads global memory at 0x%llx, which warp %u of cluster (%u,%u,%u), "
+          "CTA rank %u, wrote in this launch: another lane of the warp may have acquired it, but no "
+          "bar.warp.sync follows that", (unsigned long long)address, index % per, id % nx, id / nx % ny,
+          id / (nx * ny), index / per);
+    return 0;
+  }
   fault(w, op, FAULT_RACE, "reads global memory at 0x%llx, which %swarp %u of cluster (%u,%u,%u), CTA rank "
         "%u, wrote in this launch, with nothing "
         "that orders the two: %sa release (or a fence and a relaxed write) there and an acquire here must "

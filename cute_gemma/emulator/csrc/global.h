@@ -35,7 +35,7 @@ int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t byte
 // anything in the region of `address` was written in this launch
 int global_written(Launch *launch, uint64_t address);
 void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes);
-void global_acquire(Warp *w, uint64_t address, int needs_fence);
+void global_acquire(Warp *w, uint64_t address, int needs_fence, uint32_t lanes);
 void global_fence(Warp *w, uint32_t lanes);
 void global_sync_free(Launch *launch);
 void remote_free(Cluster *c);

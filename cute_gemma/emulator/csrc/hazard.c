@@ -181,7 +181,8 @@ void lanes_meet(Warp *w) {
   if (w->launch->hazards != HAZARDS_STRICT) return;
   WarpState *s = state(w);
   lanes_share_waits(w);
-  s->writers = s->global_writers = 0;
+  s->writers = s->global_writers = s->acquirers = 0;
+  s->acquires_met = s->acquires;
   s->met_epoch = s->synced_epoch = clock_g(cluster_of(w), s->clock)[warp_comp(w, C_WARP)];
   clock_publish(w);
 }

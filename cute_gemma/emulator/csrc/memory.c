@@ -87,10 +87,9 @@ static int shared_hazards(Warp *w, const Op *op, const Resolved *r, uint32_t mas
 }
 
 // ---------------------------------------------------------------- resolving addresses
-static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes,
-                          int write, Strength how, Resolved *out) {
+static int global_runs(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes,
+                       int write, Strength how, Resolved *out) {
   const int waited = grid_waited(w);
-  if (write) state(w)->global_writers |= mask;
   uint64_t run = 0, run_bytes = 0;
   EACH_LANE(l, mask) {
     uint64_t a = address[l] + (uint64_t)op->imm;
@@ -109,6 +108,24 @@ static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32
     run = a, run_bytes = bytes;
   }
   return !run_bytes || global_access(w, op, run, run_bytes, write, waited, how, NULL);
+}
+
+// Strict checks (PTX ISA, "bar.warp.sync"): what some lanes acquired is hidden from reads by others until the
+// lanes have met.
+static int resolve_global(Warp *w, const Op *op, const uint64_t *address, uint32_t mask, uint32_t bytes,
+                          int write, Strength how, Resolved *out) {
+  WarpState *s = state(w);
+  if (write) s->global_writers |= mask;
+  if (write || w->launch->hazards != HAZARDS_STRICT || !s->acquirers || !(mask & ~s->acquirers))
+    return global_runs(w, op, address, mask, bytes, write, how, out);
+  uint32_t *known = &clock_g(cluster_of(w), s->clock)[warp_comp(w, C_REMOTE)], was = *known;
+  *known = s->acquires_met;
+  s->ok_instance = 0;
+  s->reads_apart = 1;
+  const int ok = global_runs(w, op, address, mask, bytes, write, how, out);
+  s->reads_apart = 0;
+  *known = was;
+  return ok;
 }
 
 static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, uint32_t bytes, int any_rank,
@@ -189,7 +206,7 @@ Status exec_ld(Warp *w, const Op *op, uint32_t mask) {
     for (uint32_t j = 0; j < count; j++) load_small(w, op, refs[1 + j], &r, mask, size, j);
   }
   if (sem && w->launch->hazards)
-    EACH_LANE(l, mask) if (!is_shared(op, &r, l)) global_acquire(w, (uint64_t)r.at[l], sem == 1);
+    EACH_LANE(l, mask) if (!is_shared(op, &r, l)) global_acquire(w, (uint64_t)r.at[l], sem == 1, mask);
   // a strong load of memory that others write is a poll: let them run
   return sem && (op->sub & 3) != SPACE_SHARED ? ST_YIELD : ST_NEXT;
 }
