@@ -60,11 +60,16 @@ class TmaPartition:
 
 
 class GemmBase:
-    """Base of the architectures' GEMMs. A subclass has `tuning`, `stage_count`, and `loads`: see
+    """Base of the architectures' GEMMs. A subclass has `tuning`, `stage_count`, `drain`, and `loads`: see
     `produce`."""
 
     tuning: Any
     stage_count: int
+
+    def drain(self, stages, state) -> None:
+        """Wait until other CTAs have released this one's stages for the last time, as its shared memory has
+        to be there then. state: of the block after the last."""
+        raise NotImplementedError
 
     def workspace_signature(self) -> tuple:
         """The arguments that come last in a stream-K kernel's signature."""
@@ -95,7 +100,7 @@ class GemmBase:
             ahead = Int32(0)
         early = state.clone()
         for k in cutlass.range(ahead, unroll=1):
-            stages.producer_acquire(early)
+            stages.producer_acquire(early, True)  # every stage is free at first
             loads.early(first, first.k_begin + k, early.index, stages.producer_get_barrier(early))
             early.advance()
         cute.arch.griddepcontrol_wait()
@@ -115,7 +120,7 @@ class GemmBase:
                 loads.late(unit, k, state.index, barrier)
                 state.advance()
         cute.arch.griddepcontrol_launch_dependents()
-        stages.producer_tail(state)
+        self.drain(stages, state)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,6 @@ class QkvGradientsBase:
                     for row in cutlass.range(start, end, WARP // FOLD_COLUMNS, unroll=8):
                         total, lost = two_sum(total, tma.partials[row, column])
                         error += lost
-                    cute.arch.sync_warp()
                     for distance in (16, 8):
                         total, lost = two_sum(total, cute.arch.shuffle_sync_bfly(total, distance))
                         error += cute.arch.shuffle_sync_bfly(error, distance) + lost

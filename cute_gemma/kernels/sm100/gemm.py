@@ -243,6 +243,7 @@ class PersistentGemm(GemmBase):
             tmem.wait_for_alloc()
             tmem.relinquish_alloc_permit()
             address = tmem.retrieve_ptr(Float32)
+            cute.arch.griddepcontrol_wait()
             self.consume(
                 pipelines.accumulators, address, (tma, scratch, boxes), workspace, (schedule, worker, rank)
             )
@@ -364,6 +365,12 @@ class PersistentGemm(GemmBase):
     def prepare_epilogue(self, tma, scratch) -> None:
         """Work of the epilogue warps before the first tile that depends on no preceding kernel."""
 
+    @cute.jit
+    def drain(self, stages, state):
+        """Every stage's: commits need not arrive in order."""
+        if cutlass.const_expr(self.tuning.cluster > 1):
+            stages.producer_tail(state)
+
     # ---- roles --------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -376,11 +383,10 @@ class PersistentGemm(GemmBase):
             for index in cutlass.range(schedule.unit_count(worker), unroll=1):
                 unit = schedule.unit(worker, index)
                 pipelines.accumulators.producer_acquire(slot)
-                fence_after_sync()
                 accumulator = accumulators[(None, None, None, slot.index)]
                 for k in cutlass.range(unit.k_end - unit.k_begin, unroll=1):
                     pipelines.stages.consumer_wait(stage)
-                    fence_after_sync()
+                    fence_after_sync()  # for both waits
                     for kind in cutlass.range_constexpr(len(mmas)):
                         if cutlass.const_expr(len(mmas) == 1):
                             self.multiply_stage(mmas[0], operands[0], accumulator, stage.index, k > 0)
@@ -390,7 +396,6 @@ class PersistentGemm(GemmBase):
                     stage.advance()
                 pipelines.accumulators.producer_commit(slot)
                 slot.advance()
-            pipelines.accumulators.producer_tail(slot)
 
     @cute.jit
     def multiply_stage(self, mma, operands, accumulator, stage, accumulate):
@@ -408,7 +413,6 @@ class PersistentGemm(GemmBase):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = rank * 128 + warp * WARP
         slot = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, ACC_STAGES)
-        cute.arch.griddepcontrol_wait()
         for index in cutlass.range(schedule.unit_count(worker), unroll=1):
             unit = schedule.unit(worker, index)
             self.prefetch(unit, index, io, row)

@@ -75,7 +75,6 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
     @cute.jit
     def consume(self, accumulators, address, io, workspace, place):
         """The norm-weight gradients first: by the time the first accumulator is full they are done."""
-        cute.arch.griddepcontrol_wait()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.fold_partials(io[0], warp, EPILOGUE_WARPS)
         PersistentGemm.consume(self, accumulators, address, io, workspace, place)

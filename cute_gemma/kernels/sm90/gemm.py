@@ -320,6 +320,14 @@ class PersistentGemm(GemmBase):
     def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
         return ClusterSum(memory, barriers, rank, warp, self.tuning.share, self.words)
 
+    @cute.jit
+    def drain(self, stages, state):
+        """The last stage's release is enough: each warp releases stages in order."""
+        if cutlass.const_expr(self.tuning.cluster_m > 1):
+            for _ in cutlass.range_constexpr(self.stage_count - 1):
+                state.advance()
+            stages.sync_object_empty.wait(state.index, state.phase)
+
     def stage_views(self, a_shared, b_shared) -> tuple:
         """(A, B) shared tensors for each kind of tile: the same bytes, laid out for that kind's major
         modes."""
