@@ -251,14 +251,14 @@ def _attention(arch: str, masked: bool, *args: Any, **settings: Any) -> Any:
 
 
 def _gemm(arch: str, name: str, *args: Any, tuning: Mapping[str, Any], norm: bool = False) -> Any:
-    from cute_gemma.kernels.common.norm_backward import NormBackward
+    from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 
     if arch == "sm_100a":
         from cute_gemma.kernels.sm100 import out_proj, qkv_grads, qkv_proj, tuning as tunings
     else:
         from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj, tuning as tunings
     modules = {"OutputProjection": out_proj, "QKVProjection": qkv_proj, "QkvGradients": qkv_grads}
-    settings = {"norm": NormBackward(args[3]).tuning} if norm else {}
+    settings = {"norm": NormBackwardTuning(warps=1)} if norm else {}  # many partial sums of few rows
     return getattr(modules[name], name)(*args, tuning=tunings.GemmTuning(**tuning), **settings)
 
 
@@ -269,9 +269,9 @@ def _mask_scan() -> Any:
 
 
 def _norm_backward() -> Any:
-    from cute_gemma.kernels.common.norm_backward import NormBackward
+    from cute_gemma.kernels.common.norm_backward import NormBackward, NormBackwardTuning
 
-    return NormBackward(256)
+    return NormBackward(256, NormBackwardTuning(warps=8, ctas=6))
 
 
 def _rope_backward() -> Any:
@@ -306,11 +306,13 @@ def _attention_targets(arch: str) -> list[Target]:
 
 
 def _gemm_targets(arch: str) -> list[Target]:
-    pair = {"tile_m": 256, "tile_n": 128} if arch == "sm_100a" else {"cluster_m": 2}
-    pair["sm_count"] = 6
-    split = {"tile_n": 128, "sm_count": 4, "stream_k": True}
-
-    qkv, out = ("QKVProjection", 520, 1, 1, 128), ("OutputProjection", 384, 640)
+    pair = {"tile_m": 256} if arch == "sm_100a" else {"cluster_m": 2}
+    pair_6, pair_18 = pair | {"sm_count": 6}, pair | {"sm_count": 18}
+    split = {"sm_count": 8, "stream_k": True}
+    # Unless tiles are split, a tile has no more k blocks than there are stages: then nothing but the other
+    # warps' own griddepcontrol.wait orders the first tile's output after the launch before.
+    qkv, out = ("QKVProjection", 264, 1, 1, 128), ("OutputProjection", 384, 264)
+    long, grads = ("QKVProjection", 520, 1, 1, 128), ("QkvGradients", 200, 2, 1, 256)
 
     def kernel(name: str, *args: Any, **settings: Any) -> Callable[[], Any]:
         return partial(_gemm, arch, name, *args, **settings)
@@ -318,17 +320,19 @@ def _gemm_targets(arch: str) -> list[Target]:
     def rows(*counts: int) -> Callable[[], list[Inputs]]:
         return lambda: [Inputs({"m": m}) for m in counts]
 
+    def gradients() -> list[Inputs]:
+        """Workers whose first tile is one of grad_hidden, and workers that use every accumulator twice."""
+        return [Inputs({"batch": batch, "seq": seq}) for batch, seq in ((20, 20), (1, 146), (2, 30))]
+
     return [
         Target("qkv projection", kernel(*qkv, tuning={"sm_count": 3}), rows(600, 100), arch),
-        Target("qkv projection, clusters", kernel(*qkv, tuning=pair), rows(1100, 100), arch),
-        Target("qkv projection, split", kernel(*qkv, tuning=split), rows(600, 100), arch),
+        Target("qkv projection, clusters", kernel(*qkv, tuning=pair_6), rows(1100, 100), arch),
+        Target("qkv projection, split", kernel(*long, tuning=split), rows(1100, 600, 100), arch),
         Target("output projection", kernel(*out, tuning={"sm_count": 3}), rows(600, 100), arch),
-        Target("output projection, clusters", kernel(*out, tuning=pair), rows(1100, 100), arch),
-        Target("gradients", kernel("QkvGradients", 200, 2, 1, 256, tuning={"sm_count": 3}, norm=True),
-               lambda: [Inputs({"batch": 2, "seq": 150}), Inputs({"batch": 1, "seq": 70})], arch,
+        Target("output projection, clusters", kernel(*out, tuning=pair_6), rows(1100, 100), arch),
+        Target("gradients", kernel(*grads, tuning={"sm_count": 17}, norm=True), gradients, arch,
                given=("hidden_states",)),
-        Target("gradients, clusters", kernel("QkvGradients", 200, 2, 1, 256, tuning=pair, norm=True),
-               lambda: [Inputs({"batch": 2, "seq": 150}), Inputs({"batch": 1, "seq": 70})], arch,
+        Target("gradients, clusters", kernel(*grads, tuning=pair_18, norm=True), gradients, arch,
                given=("hidden_states",)),
     ]  # fmt: skip
 
