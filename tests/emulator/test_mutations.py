@@ -15,37 +15,54 @@ from mutation_targets import targets  # noqa: E402
 
 KILLED = (mutate.REPORT, mutate.DEADLOCK, mutate.WRONG)
 SCHEDULES = ("lazy", "random:1")
-# One kernel with everything: TMA both ways, mbarriers, named barriers, TMEM, several tiles a CTA.
-TARGET = targets("sm_100a")["output projection"]
+# On one target a kernel with everything: TMA both ways, mbarriers, named barriers, TMEM, several tiles a CTA;
+# on the other, one with what differs.
+KINDS = {
+    "sm_100a": (
+        "drop mbarrier wait", "flip parity", "drop tcgen05.wait", "drop griddepcontrol.wait", "drop wait_group",
+        "wait_group for one less", "drop expect_tx", "drop arrive", "duplicate expect_tx", "duplicate arrive",
+        "arrival count + 1", "drop commit", "duplicate commit", "drop fence", "drop tcgen05.fence",
+        "drop bar.sync", "drop bar.warp", "duplicate barrier", "swap two barriers", "drop dealloc",
+        "shift tx count", "shift stage index", "shift descriptor offset", "flip swizzle bits",
+        "shift TMEM column", "shift TMA coordinate", "shift shared address"),
+    "sm_90a": (
+        "drop mbarrier wait", "drop wait_group", "wait_group for one less", "drop arrive", "duplicate arrive",
+        "drop commit", "drop fence", "drop wgmma.fence", "drop bar.warp", "shift descriptor offset",
+        "flip swizzle bits", "shift shared address"),
+}  # fmt: skip
+
+
+def target(arch):
+    return targets(arch)["output projection"]
 
 
 @pytest.fixture(scope="module")
-def cases():
-    return mutate.prepare(TARGET)
+def prepared():
+    return {arch: mutate.prepare(target(arch)) for arch in KINDS}
 
 
-def kinds():
-    return ("drop mbarrier wait", "flip parity", "drop tcgen05.wait", "drop griddepcontrol.wait", "drop wait_group",
-            "wait_group for one less", "drop expect_tx", "drop arrive", "duplicate expect_tx", "duplicate arrive",
-            "arrival count + 1", "drop commit", "duplicate commit", "drop fence", "drop tcgen05.fence",
-            "drop bar.sync", "drop bar.warp", "duplicate barrier", "swap two barriers", "drop dealloc",
-            "shift tx count", "shift stage index", "shift descriptor offset", "flip swizzle bits",
-            "shift TMEM column", "shift TMA coordinate", "shift shared address")  # fmt: skip
+@pytest.fixture(scope="module")
+def cases(prepared):
+    return prepared["sm_100a"]
 
 
-@pytest.mark.parametrize("kind", kinds())
-def test_mutants_are_killed(cases, kind):
-    found = [m for m in mutate.mutants_of(cases, 2, 0) if m.kind == kind]
+@pytest.mark.parametrize(("arch", "kind"), [(arch, kind) for arch in KINDS for kind in KINDS[arch]])
+def test_mutants_are_killed(prepared, arch, kind):
+    found = [m for m in mutate.mutants_of(prepared[arch], 2, 0) if m.kind == kind]
     assert found, "the kernel has a statement to change"
     known = mutate.equivalences()
-    outcomes = [mutate.run_mutant(m, cases, SCHEDULES) for m in found]
-    alive = [o for o in outcomes if o.outcome not in KILLED and not any(e.covers(TARGET, o) for e in known)]
+    outcomes = [mutate.run_mutant(m, prepared[arch], SCHEDULES) for m in found]
+    alive = [
+        o for o in outcomes if o.outcome not in KILLED and not any(e.covers(target(arch), o) for e in known)
+    ]
     assert not alive
     assert any(o.outcome in KILLED for o in outcomes)
 
 
-def test_the_kernel_itself_is_not_reported(cases):
-    assert all(case.run(schedule=schedule) for case in cases for schedule in ("lazy", "eager", "random:9"))
+@pytest.mark.parametrize("arch", KINDS)
+def test_the_kernel_itself_is_not_reported(prepared, arch):
+    schedules = ("lazy", "eager", "random:9")
+    assert all(case.run(schedule=schedule) for case in prepared[arch] for schedule in schedules)
 
 
 def test_a_mutant_that_never_ends_is_stopped(cases):
