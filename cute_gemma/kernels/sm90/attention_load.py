@@ -68,12 +68,13 @@ def _load_q(kernel, bars, smem, load, index, tile, count):
 
 
 @cute.jit
-def _load_block(kernel, smem, load, block, number, word):
-    """Block `number` of this CTA's keys or values from rows 64 * `block`, once its stage is free. word: of the
-    tile whose first keys these are, under a mask tensor, else None."""
+def _load_block(kernel, smem, load, block, number, word, free: cutlass.Constexpr = False):
+    """Block `number` of this CTA's keys or values from rows 64 * `block`, once its stage is free, as it is
+    known to be if `free`. word: of the tile whose first keys these are, under a mask tensor, else None."""
     atom, (target, source), full, empty = load
     stage, phase = stage_of(kernel, number)
-    cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+    if cutlass.const_expr(not free):
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
     with cute.arch.elect_one():
         if cutlass.const_expr(word is not None):
             smem.words[word_of(kernel, number)] = word
@@ -95,8 +96,9 @@ def word_of(kernel, number):
 
 def _begin_tile(kernel, smem, loads, j, word, number):
     """The first tile's keys that lead. Returns the number of the first block whose values are to come."""
+    # Consumers release q, which the load warp has waited for, after the last keys that it meets.
     for i in range(kernel.lead):
-        _load_block(kernel, smem, loads[0], 2 * j + 1 - i, number + i, word if i == 0 else None)
+        _load_block(kernel, smem, loads[0], 2 * j + 1 - i, number + i, word if i == 0 else None, True)
     return number
 
 
@@ -108,7 +110,8 @@ def _next_tile(kernel, smem, loads, j, following, word, number):
         keys, words = (2 * j, 2 * following + 1), (None, word)
     for i in range(2):
         _load_block(kernel, smem, loads[0], keys[i], number + kernel.lead + i, words[i])
-        _load_block(kernel, smem, loads[1], 2 * j + 1 - i, number + i, None)
+        # With a lead of 2, a consumer releases the keys that lay there after the product with these values.
+        _load_block(kernel, smem, loads[1], 2 * j + 1 - i, number + i, None, kernel.lead == 2)
     return number + 2
 
 
