@@ -17,7 +17,7 @@ import numpy as np
 from . import program as programs
 from .build import build_library
 from .capture import HostCode, capture_launches
-from .errors import FAULTS, UninitialisedRead
+from .errors import FAULTS, AsyncRegisterError, UninitialisedRead
 from .launch import Launch
 from .lowering import CSRC
 from .report import LaunchReport, Report
@@ -233,8 +233,8 @@ def run_launch(
     at once for what is not implemented, else for the first fault met.
     """
     program = programs.load(launch.ptx, launch.kernel_name)
-    if options.hazards == "strict" and program.undefined:
-        raise _undefined_register(launch, program)
+    if options.hazards == "strict":
+        _check_registers(launch, program)
     arch = int(re.search(r"\d+", program.module.target)[0])
     if arch not in _SM_COUNT:
         arch = 100 if arch >= 100 else 90
@@ -322,12 +322,21 @@ def _take_trace(result: _CResult) -> np.ndarray:
     return np.frombuffer(raw, TRACE_DTYPE)
 
 
-def _undefined_register(launch: Launch, program: programs.Program) -> Exception:
-    line = program.kernel.instructions[program.undefined[0]].line
-    return UninitialisedRead(
-        "reads a register that some path to here has not written", kernel=launch.kernel_name, line=line,
-        text=program.text(line), source=program.source_of(line),
-    )  # fmt: skip
+def _check_registers(launch: Launch, program: programs.Program) -> None:
+    for found, kind, message in (
+        (program.undefined, UninitialisedRead, "reads a register that some path to here has not written"),
+        (
+            program.unfenced,
+            AsyncRegisterError,
+            "advice: uses a register that some path to here has touched since the last wgmma.fence",
+        ),
+    ):
+        if found:
+            line = program.kernel.instructions[found[0]].line
+            raise kind(
+                message, kernel=launch.kernel_name, line=line, text=program.text(line),
+                source=program.source_of(line),
+            )  # fmt: skip
 
 
 def _fault(launch: Launch, program: programs.Program, result: _CResult) -> Exception:

@@ -45,13 +45,14 @@ class Program:
 
     kernel, module: the parsed PTX. ops, refs: as emu.h lays them out. first_op[i]: the operation that is
     executed as often as instruction i. static_smem, dynamic_base: of shared memory. reg_bytes: register file
-    of a warp. undefined: instructions that may read a register nothing wrote.
+    of a warp. undefined: instructions that may read a register nothing wrote; unfenced: those that may use
+    one without a wgmma.fence.
     """
 
     def __init__(self, module: ptx.Module, kernel: ptx.Kernel, lines: list[str]) -> None:
         builder = Builder(kernel, module, lines)
         builder.run()
-        slots, top, self.undefined = registers.allocate(builder)
+        slots, top, self.undefined, self.unfenced = registers.allocate(builder)
         self.module, self.kernel, self.lines, self.source = module, kernel, lines, builder.source
         self.const_keys = list(builder.consts)
         self.const_slots, self.const_size = self._place_constants()

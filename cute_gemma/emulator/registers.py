@@ -13,6 +13,7 @@ import heapq
 import numpy as np
 
 from .lowering import CONST, LABEL, PENDING, PRED, WARP_SPECIALS, Builder
+from .wgmma_fences import unfenced
 
 # struct Op of emu.h.
 OP_DTYPE = np.dtype(
@@ -160,9 +161,9 @@ def _linear_scan(first: list[int], last: list[int], registers: list[int]) -> tup
     return rows, count
 
 
-def allocate(builder: Builder) -> tuple[dict[int, int], int, list[int]]:
+def allocate(builder: Builder) -> tuple[dict[int, int], int, list[int], list[int]]:
     """Slots of the value registers, the slots a register file has, and the instructions that may read an
-    unwritten one.
+    unwritten one, and those that use one without a wgmma.fence.
 
     Warp specials and the scratch row keep their slots all along. Flags operations that touch a register in
     flight.
@@ -191,7 +192,7 @@ def allocate(builder: Builder) -> tuple[dict[int, int], int, list[int]]:
         slots.update((r, top + row * width) for r, row in rows.items())
         top += count * width
     _flag_pending(builder, before)
-    return slots, top, _undefined(builder, live[0])
+    return slots, top, _undefined(builder, live[0]), unfenced(builder, flow)
 
 
 def _flag_pending(builder: Builder, before: list[set[int]]) -> None:

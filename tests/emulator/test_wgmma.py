@@ -103,3 +103,32 @@ def test_result_of_a_group_that_may_still_run_is_reported():
 def test_missing_fence_is_reported():
     with pytest.raises(emu.AsyncRegisterError, match="wgmma.fence"):
         product(matrices(64, 16), matrices(64, 16, seed=1), fence="")
+
+
+# Two products in a row, the second after the first one's result has been touched, or in a loop.
+AGAIN = """wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; {between} {fence}
+    mov.u64 %d11, %d11; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%v0, %v1, %v2, %v3}}, %d10, %d11,
+    %p6, 1, 1, 0, 0; wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"""
+TOUCHES = "mul.f32 %v2, %v2, %v2;", "mov.b32 %r60, %v3;"
+
+
+@pytest.mark.parametrize("between", ["", *TOUCHES, "setp.eq.u32 %p5, %r1, 999; @%p5 bra ON; mov.b32 %v1, 0; ON:"])
+def test_registers_touched_after_a_fence_are_advice_of_the_strict_mode_only(between):
+    a, b = matrices(64, 16), matrices(8, 16, seed=1)
+    fence = "wgmma.fence.sync.aligned;"
+    product(a, b, wait=AGAIN.format(between=between, fence=fence), hazards="strict")
+    missing = AGAIN.format(between=between, fence="")
+    product(a, b, wait=missing)
+    if not between:
+        product(a, b, wait=missing, hazards="strict")
+        return
+    with pytest.raises(emu.AsyncRegisterError, match="advice.*wgmma.fence"):
+        product(a, b, wait=missing, hazards="strict")
+
+
+def test_a_operand_written_after_a_fence_is_advice_of_the_strict_mode():
+    a, b = matrices(64, 16), matrices(64, 16, seed=1)
+    late = "wgmma.fence.sync.aligned; mov.b32 %r41, %r41;"
+    product(a, b, a_registers=True, fence=late)
+    with pytest.raises(emu.AsyncRegisterError, match="advice.*wgmma.fence"):
+        product(a, b, a_registers=True, fence=late, hazards="strict")
