@@ -188,7 +188,8 @@ def _first_tile(kernel, me, bars, smem, unit, number, more: cutlass.Constexpr):
     warpgroup.commit_group()
     warpgroup.wait_group(0)
     tile = _key_tile(kernel, smem, unit, Int32(0), number, True)
-    _arrive(bars.k_empty + stage_of(kernel, number)[0])
+    if cutlass.const_expr(_keys_awaited(kernel, not more)):
+        _arrive(bars.k_empty + stage_of(kernel, number)[0])
     if cutlass.const_expr(kernel.lead == 2):
         _issue_scores(kernel, me, bars, number + 1, 1, Boolean(False))
         warpgroup.commit_group()
@@ -217,13 +218,14 @@ tensor core busy, and ptxas, which follows groups in flight through no loop, wan
     values_there = _is_full(kernel, bars.v_full, number)
     _weights(kernel, me, unit, tile, half, first)
     warpgroup.wait_group(0)
-    if cutlass.const_expr(kernel.lead == 2 and not (last and half == 1)):
+    awaited = _keys_awaited(kernel, first and last)
+    if cutlass.const_expr(kernel.lead == 2 and awaited and not (last and half == 1)):
         _arrive(bars.k_empty + stage_of(kernel, number + 1)[0])
     if cutlass.const_expr(not first):
         _arrive(bars.v_empty + stage_of(kernel, number - 1)[0])
     if cutlass.const_expr(last and half == 0 and not kernel.shares_q):
         _arrive(bars.q_empty + me.group)  # that was the last that read q
-    if cutlass.const_expr(not kernel.fixed_shift):
+    if cutlass.const_expr(not kernel.fixed_shift and not first):
         if me.lazy.raised[0] != 0:
             _scale_out(me, [me.lazy.rescale[0], me.lazy.rescale[1]])
     if cutlass.const_expr(more):
@@ -249,6 +251,12 @@ def _issue_scores(kernel, me, bars, number, half: cutlass.Constexpr, there):
         cute.arch.mbarrier_wait(bars.k_full + stage, phase)
     warpgroup.fence()
     _gemm(kernel.mmas()[0], me.scores[half % kernel.lead], me.q, me.k[None, None, None, stage], False)
+
+
+def _keys_awaited(kernel, only: bool) -> bool:
+    """Whether the load warp may yet wait for the stages of a tile's keys; `only`: of a unit's only tile. By
+    position, such units come last, and their keys wait for q alone."""
+    return not only or kernel.lead == 1 or kernel.mask == "tensor"
 
 
 def _is_full(kernel, barriers, number):
