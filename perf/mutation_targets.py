@@ -197,8 +197,8 @@ def _blocks(seq: int) -> Tensor:
     return mask[None, None].bfloat16()
 
 
-def _mask_symbols(seq: int) -> dict[str, int]:
-    return {"b": 1, "mask_b": 1, "s": seq, "t": -(-seq // MASK_TILE), "c": -(-seq // SCAN_COLUMNS)}
+def _mask_symbols(seq: int, batch: int = 1) -> dict[str, int]:
+    return {"b": batch, "mask_b": 1, "s": seq, "t": -(-seq // MASK_TILE), "c": -(-seq // SCAN_COLUMNS)}
 
 
 def _peaks(seq: int) -> Tensor:
@@ -213,7 +213,7 @@ def _scan_mask(mask: Tensor) -> Inputs:
     return Inputs(_mask_symbols(mask.shape[-1]), {"mask": lambda shape: mask.view(shape)})
 
 
-def _masked(mask: Tensor, arch: str, gains: tuple[float, ...]) -> Inputs:
+def _masked(batch: int, mask: Tensor, arch: str, gains: tuple[float, ...]) -> Inputs:
     seq = mask.shape[-1]
     tiles = math.ceil(seq / MASK_TILE)
     row_max = torch.full((1, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
@@ -221,7 +221,7 @@ def _masked(mask: Tensor, arch: str, gains: tuple[float, ...]) -> Inputs:
     jit.launch(_mask_scan(), mask, row_max, classes, target=arch, backend="emulator")
     scanned = {"mask": mask, "row_max": row_max, "classes": classes}
     values = {name: (lambda shape, t=t: t.view(shape)) for name, t in scanned.items()}
-    return Inputs(_mask_symbols(seq), {**_logits(1, seq, 128, gains).values, **values})
+    return Inputs(_mask_symbols(seq, batch), {**_logits(batch, seq, 128, gains).values, **values})
 
 
 def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, ...]) -> Inputs:
@@ -285,13 +285,16 @@ def _attention_targets(arch: str) -> list[Target]:
         return partial(_attention, arch, masked, *args)
 
     masked = (
-        *((_mask, 700, *gains) for gains in ((1.0, 1.0), (0.5, 20.0), (20.0, 0.5), (120.0, 1.0))),
-        (_mask, 300, 1.0, 1.0),
-        (_blocks, 900, 1.0, 1.0, 40.0),
+        *((1, _mask, 700, *gains) for gains in ((1.0, 1.0), (0.5, 20.0), (20.0, 0.5), (120.0, 1.0))),
+        (1, _mask, 300, 1.0, 1.0),
+        (1, _blocks, 900, 1.0, 1.0, 40.0),
+        (5, _mask, 100, 1.0, 1.0),
     )
+    single = (5, 100, 1.0, 1.0)  # units of one key tile, several a CTA of sm_90a
 
-    def logits(head_dim: int, *cases: tuple[int, float, float]) -> Callable[[], list[Inputs]]:
-        return lambda: [_logits(1, seq, head_dim, gains) for seq, *gains in cases]
+    def logits(head_dim: int, *cases: tuple[float, ...]) -> Callable[[], list[Inputs]]:
+        several = (*((1, *case) for case in cases), single)
+        return lambda: [_logits(batch, seq, head_dim, gains) for batch, seq, *gains in several]
 
     return [
         Target("attention", kernel(False, 2, 1, 128, SCALE, 50.0, "causal"),
@@ -299,7 +302,7 @@ def _attention_targets(arch: str) -> list[Target]:
         Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none"),
                logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
         Target("attention, mask", kernel(True, 2, 1, 128, SCALE, 50.0),
-               lambda: [_masked(mask(seq), arch, gains) for mask, seq, *gains in masked], arch),
+               lambda: [_masked(batch, mask(seq), arch, gains) for batch, mask, seq, *gains in masked], arch),
         Target("attention, head_dim 256", kernel(False, 2, 1, 256, 1 / 16, 50.0, "causal"),
                logits(256, (520, 0.5, 20.0), (520, 20.0, 0.5), (520, 120.0, 1.0), (300, 1.0, 1.0)), arch),
     ]  # fmt: skip
