@@ -48,11 +48,9 @@ softmax.capped_weights; lazy: of softmax.lazy_weights. """
 
 @dataclass(frozen=True)
 class Unit:
-    """A work unit as one thread sees it: its first row in the sequence (the other is 8 below), the query
-    tile, the last key tile, the sequence length; under a mask tensor this batch's entries, minus each row's
-    largest one in binary orders, and whether that is 0 throughout the warp."""
+    """A work unit as one thread sees it: the query tile, the last key tile, the sequence length; under a mask
+    tensor this batch's entries, minus each row's largest one, and whether that is 0 throughout the warp."""
 
-    row: Int32
     tile: Int32
     last: Int32
     s: Int32
@@ -96,6 +94,9 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
                     _arrive(bars.q_empty + me.group)
         else:
             number = _walk(kernel, me, bars, smem, unit, end - first, number)
+        if cutlass.const_expr(kernel.shares_q):
+            # Registers are all in use: anew, instead of kept during the walk.
+            tile, head, batch = kernel.unit(softmax.unseen(index), b, s)
         _write_output(kernel, me, smem.out, out, (tile, head, batch))
         if cutlass.const_expr(kernel.shares_q):
             _wait_for_store()
@@ -142,13 +143,18 @@ def _thread(*, loc=None, ip=None) -> Int32:
     )
 
 
+def _row(me, tile):
+    """This thread's first row in the sequence; the other is 8 below."""
+    thread = _thread()
+    return tile * TILE + me.group * ROWS + (thread >> 5) * 16 + ((thread & 31) >> 2)
+
+
 @cute.jit
 def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
-    thread = _thread()
-    row = tile * TILE + me.group * ROWS + (thread >> 5) * 16 + ((thread & 31) >> 2)
     entries, shift, plain = None, None, None
     if cutlass.const_expr(mask is not None):
         tensor, maxima, _ = mask
+        row = _row(me, tile)
         batch = cutlass.min(batch, Int32(tensor.shape[0]) - 1)
         entries = mask_entries(tensor, Int64(batch) * s * s, cute.make_layout((s, s), stride=(Int64(s), 1)))
         shift = cute.make_rmem_tensor((softmax.ROWS,), Float32)
@@ -159,7 +165,7 @@ def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
             # A row with no key to attend to has no weights to shift.
             shift[i] = cutlass.select_(largest == -Float32.inf, Float32(0.0), -largest)
         plain = cute.arch.vote_all_sync(Boolean(shift[0] == 0.0) & Boolean(shift[1] == 0.0))
-    return Unit(row, tile, last, s, entries, shift, plain)
+    return Unit(tile, last, s, entries, shift, plain)
 
 
 # ---- the pipeline ------------------------------------------------------------------------------------------
@@ -293,8 +299,8 @@ def _key_tile(kernel, smem, unit, i, number, first: bool):
     j = unit.last - i
     if kernel.window is None or first:
         return KeyTile(j, not first, None)
-    # The window of the unit's last row starts beyond the tile's first key.
-    return KeyTile(j, unit.tile * TILE + TILE - kernel.window <= j * TILE, None)
+    # The window of the unit's last row, row 127 of the diagonal tile, starts at or before the tile's first key.
+    return KeyTile(j, i < kernel.window // TILE, None)
 
 
 @cute.jit
@@ -327,9 +333,10 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
     """A block in which some keys are hidden, or something is added to the logits."""
     rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
     key = tile.j * TILE + (1 - half) * ROWS + 2 * (_thread() & 3)  # of this thread's first element
-    view = softmax.View(_last_keys(kernel, unit, tile, key), kernel.window, None)
+    row = _row(me, unit.tile)
+    view = softmax.View(_last_keys(kernel, unit, tile, row, key), kernel.window, None)
     if cutlass.const_expr(kernel.mask == "tensor"):
-        view = softmax.View(None, None, partial(_bias, unit, tile, key, view))
+        view = softmax.View(None, None, partial(_bias, unit, tile, row, key, view))
     if cutlass.const_expr(kernel.fixed_shift):
         softmax.capped_weights_within(rS, rP, me.sums, unit.s, kernel.cap, view, kernel.lead == 1)
     else:
@@ -337,10 +344,10 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, view, first)
 
 
-def _last_keys(kernel, unit, tile, key):
+def _last_keys(kernel, unit, tile, row, key):
     """The last key, less `key`, that positions let each of the thread's rows read. Rows beyond the sequence
     are stored nowhere: a causal row needs no other bound."""
-    rows = [unit.row, unit.row + 8]
+    rows = [row, row + 8]
     if kernel.mask == "causal":
         last = rows
     elif kernel.mask == "none":
@@ -352,15 +359,15 @@ def _last_keys(kernel, unit, tile, key):
 
 
 @cute.jit
-def _bias(unit, tile, key, view, c: cutlass.Constexpr):
+def _bias(unit, tile, row, key, view, c: cutlass.Constexpr):
     """What is added to the exponents of elements from c on under a mask tensor, -inf where the key is
     hidden."""
     bias = cute.make_rmem_tensor((softmax.BIAS_CHUNK,), Float32)
     if tile.kind == MIXED:
         for i in cutlass.range_constexpr(softmax.BIAS_CHUNK):
             e = c + i
-            row, column = cutlass.min(unit.row + 8 * ((e // 2) % 2), unit.s - 1), key + 8 * (e // 4) + e % 2
-            value = entry_value(unit.entries[row, cutlass.min(column, unit.s - 1)])
+            mine, column = cutlass.min(row + 8 * ((e // 2) % 2), unit.s - 1), key + 8 * (e // 4) + e % 2
+            value = entry_value(unit.entries[mine, cutlass.min(column, unit.s - 1)])
             hidden = Boolean(value <= MASKED_AT_OR_BELOW) | Boolean(column >= unit.s)
             # The difference first: it is exact where entries are close, however large they are.
             shifted = (value + unit.shift[(e // 2) % 2]) * LOG2_E
