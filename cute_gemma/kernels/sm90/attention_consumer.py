@@ -20,7 +20,6 @@ from cute_gemma.kernels.common.softcap import LOG2_E
 from cute_gemma.kernels.common.softmax import pack_bf16
 from cute_gemma.kernels.sm90 import attention_softmax as softmax
 from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of, word_of
-from cute_gemma.kernels.common.mask_scan import entry_value, mask_entries
 
 WARP = 32
 WARPGROUP = 128
@@ -49,12 +48,14 @@ softmax.capped_weights; lazy: of softmax.lazy_weights. """
 @dataclass(frozen=True)
 class Unit:
     """A work unit as one thread sees it: the query tile, the last key tile, the sequence length; under a mask
-    tensor this batch's entries, minus each row's largest one, and whether that is 0 throughout the warp."""
+    tensor the tensor, which of its batches, minus each row's largest entry, and whether that is 0 throughout
+    the warp."""
 
     tile: Int32
     last: Int32
     s: Int32
-    entries: cute.Tensor | None
+    mask: cute.Tensor | None
+    batch: Int32 | None
     shift: cute.Tensor | None
     plain: Boolean | None
 
@@ -88,10 +89,8 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
             count = smem.words[index & 1]
             if count > 0:
                 number = _walk(kernel, me, bars, smem, unit, count, number)
-            else:
-                me.out.fill(0.0)
-                if cutlass.const_expr(not kernel.shares_q):
-                    _arrive(bars.q_empty + me.group)
+            elif cutlass.const_expr(not kernel.shares_q):
+                _arrive(bars.q_empty + me.group)
         else:
             number = _walk(kernel, me, bars, smem, unit, end - first, number)
         if cutlass.const_expr(kernel.shares_q):
@@ -151,12 +150,11 @@ def _row(me, tile):
 
 @cute.jit
 def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
-    entries, shift, plain = None, None, None
+    tensor, shift, plain = None, None, None
     if cutlass.const_expr(mask is not None):
         tensor, maxima, _ = mask
         row = _row(me, tile)
         batch = cutlass.min(batch, Int32(tensor.shape[0]) - 1)
-        entries = mask_entries(tensor, Int64(batch) * s * s, cute.make_layout((s, s), stride=(Int64(s), 1)))
         shift = cute.make_rmem_tensor((softmax.ROWS,), Float32)
         for i in cutlass.range_constexpr(softmax.ROWS):
             largest = Float32(-Float32.inf)
@@ -165,7 +163,7 @@ def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
             # A row with no key to attend to has no weights to shift.
             shift[i] = cutlass.select_(largest == -Float32.inf, Float32(0.0), -largest)
         plain = cute.arch.vote_all_sync(Boolean(shift[0] == 0.0) & Boolean(shift[1] == 0.0))
-    return Unit(tile, last, s, entries, shift, plain)
+    return Unit(tile, last, s, tensor, batch, shift, plain)
 
 
 # ---- the pipeline ------------------------------------------------------------------------------------------
@@ -299,7 +297,7 @@ def _key_tile(kernel, smem, unit, i, number, first: bool):
     j = unit.last - i
     if kernel.window is None or first:
         return KeyTile(j, not first, None)
-    # The window of the unit's last row, row 127 of the diagonal tile, starts at or before the tile's first key.
+    # The last row, at the end of the diagonal tile, sees all of the tiles that its window holds.
     return KeyTile(j, i < kernel.window // TILE, None)
 
 
@@ -334,13 +332,22 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
     rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
     key = tile.j * TILE + (1 - half) * ROWS + 2 * (_thread() & 3)  # of this thread's first element
     row = _row(me, unit.tile)
-    view = softmax.View(_last_keys(kernel, unit, tile, row, key), kernel.window, None)
+    view = softmax.View(_last_keys(kernel, unit, tile, row, key), kernel.window)
+    exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
     if cutlass.const_expr(kernel.mask == "tensor"):
-        view = softmax.View(None, None, partial(_bias, unit, tile, row, key, view))
-    if cutlass.const_expr(kernel.fixed_shift):
+        # Entries are read once, and what follows takes no more registers than without a mask.
+        if cutlass.const_expr(kernel.fixed_shift):
+            softmax.capped_exponents(rS, unit.s, kernel.cap, kernel.lead == 1)
+        else:
+            softmax.to_exponents(rS, exponent)
+        _add_mask(rS, unit, tile, row, key, view, cute.size(rS) if kernel.lead == 2 else 8)
+        if cutlass.const_expr(kernel.fixed_shift):
+            softmax.given_weights(rS, rP, me.sums, unit.s)
+        else:
+            softmax.lazy_weights(rS, rP, me.sums, me.lazy, softmax.given, softmax.GIVEN, first)
+    elif cutlass.const_expr(kernel.fixed_shift):
         softmax.capped_weights_within(rS, rP, me.sums, unit.s, kernel.cap, view, kernel.lead == 1)
     else:
-        exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, view, first)
 
 
@@ -359,29 +366,66 @@ def _last_keys(kernel, unit, tile, row, key):
 
 
 @cute.jit
-def _bias(unit, tile, row, key, view, c: cutlass.Constexpr):
-    """What is added to the exponents of elements from c on under a mask tensor, -inf where the key is
-    hidden."""
-    bias = cute.make_rmem_tensor((softmax.BIAS_CHUNK,), Float32)
+def _add_mask(rS, unit, tile, row, key, view, group: cutlass.Constexpr):
+    """Adds the mask, less each row's largest entry, to exponents, which become -inf where the key is hidden.
+    group: elements whose entries are read at a time."""
     if tile.kind == MIXED:
-        for i in cutlass.range_constexpr(softmax.BIAS_CHUNK):
-            e = c + i
-            mine, column = cutlass.min(row + 8 * ((e // 2) % 2), unit.s - 1), key + 8 * (e // 4) + e % 2
-            value = entry_value(unit.entries[mine, cutlass.min(column, unit.s - 1)])
-            hidden = Boolean(value <= MASKED_AT_OR_BELOW) | Boolean(column >= unit.s)
-            # The difference first: it is exact where entries are close, however large they are.
-            shifted = (value + unit.shift[(e // 2) % 2]) * LOG2_E
-            bias[i] = cutlass.select_(hidden, Float32(-Float32.inf), shifted)
+        left, size = unit.s - key, unit.mask.element_type.width // 8
+        starts = []
+        for i in cutlass.range_constexpr(softmax.ROWS):
+            entry = (Int64(unit.batch) * unit.s + cutlass.min(row + 8 * i, unit.s - 1)) * unit.s + key
+            starts.append(unit.mask.iterator.toint() + entry * size)
+        for first in cutlass.range_constexpr(0, cute.size(rS), group):
+            # A branch of their own: ptxas reads as many entries at once as it finds together.
+            if left > 2 * first:
+                _add_entries(rS, unit, first, group, starts, left, size)
+            else:
+                for e in cutlass.range_constexpr(first, first + group):
+                    rS[e] = Float32(-Float32.inf)
     else:
-        for i in cutlass.range_constexpr(softmax.BIAS_CHUNK):
-            shifted = unit.shift[((c + i) // 2) % 2] * LOG2_E
-            bias[i] = cutlass.select_(softmax.seen(view, c + i), shifted, Float32(-Float32.inf))
-    return bias
+        for e in cutlass.range_constexpr(cute.size(rS)):
+            bias = unit.shift[(e // 2) % softmax.ROWS] * LOG2_E
+            rS[e] = rS[e] + cutlass.select_(softmax.seen(view, e), bias, Float32(-Float32.inf))
+
+
+def _add_entries(rS, unit, first, group, starts, left, size):
+    """Adds entries to elements first .. first + group - 1. left: columns of the mask from this thread's first
+    one on."""
+    for e in range(first, first + group):
+        value = _entry(starts[(e // 2) % softmax.ROWS], 8 * (e // 4) + e % 2, left, size)
+        # The difference first: it is exact where entries are close, however large they are.
+        bias = (value + unit.shift[(e // 2) % softmax.ROWS]) * LOG2_E
+        rS[e] = rS[e] + cutlass.select_(value <= MASKED_AT_OR_BELOW, Float32(-Float32.inf), bias)
+
+
+@dsl_user_op
+def _entry(start: Int64, column: int, left: Int32, size: int, *, loc=None, ip=None) -> Float32:
+    """Entry `column` of a row of the mask from address `start` on, as fp32; -inf from column `left` on, which
+    is not read. size: its bytes, 2 for bf16, the upper half of an fp32, and 4 for fp32."""
+    if size == 2:
+        load = "mov.b16 x, 0xff80; @p ld.global.b16 x, [$1 + {0}]; mov.b16 z, 0; mov.b32 $0, {{z, x}};"
+    else:
+        load = "mov.b32 $0, 0xff800000; @p ld.global.b32 $0, [$1 + {0}];"
+    text = "{{.reg .pred p; .reg .b16 x, z; setp.gt.s32 p, $2, {1}; " + load + "}}"
+    bits = llvm.inline_asm(
+        T.i32(), [start.ir_value(loc=loc, ip=ip), left.ir_value(loc=loc, ip=ip)],
+        text.format(column * size, column), "=&r,l,r", has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+    return Int32(bits).bitcast(Float32)
 
 
 def _scale_out(me, factors):
     for c in range(cute.size(me.out)):
         me.out[c] = me.out[c] * factors[(c // 2) % softmax.ROWS]
+
+
+def _clear_empty(me, totals):
+    """Sets O to 0 in rows without weights, where it is what it was. Filled with 0 where a unit turns out to
+    have no keys, it would make ptxas let products wait for one another (C7514)."""
+    for c in range(cute.size(me.out)):
+        empty = Boolean(totals[(c // 2) % softmax.ROWS] == 0.0)
+        me.out[c] = cutlass.select_(empty, Float32(0.0), me.out[c])
 
 
 # ---- output ------------------------------------------------------------------------------------------------
@@ -400,13 +444,16 @@ def _write_output(kernel, me, sO, out, unit):
     """O / sums to bf16, through shared memory, by one TMA store of this warpgroup's 64 rows; rows without
     weights are 0."""
     tile, head, batch = unit
-    factors = []
+    factors, totals = [], []
     for row in cutlass.range_constexpr(softmax.ROWS):
         total = me.sums[row]
         for offset in cutlass.range_constexpr(2):  # a row's columns lie in four lanes
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << offset)
         factors.append(cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total)))
+        totals.append(total)
     _scale_out(me, factors)
+    if cutlass.const_expr(kernel.mask == "tensor"):
+        _clear_empty(me, totals)
     rounded = cute.make_rmem_tensor(me.out.shape, BFloat16)
     packed = cute.recast_tensor(rounded, Int32)
     for c in cutlass.range_constexpr(0, cute.size(me.out), 2):

@@ -14,7 +14,6 @@ Two ways to shift the exponent:
       core runs, an SM sub-partition's registers feed little more than one operand a cycle to anything else,
       so operands count as much as instructions. """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +30,6 @@ ROWS = 2  # rows a thread holds
 # How the work of a block is paced (see _sum_and_pack): elements of a group, and groups that may be under way
 # besides.
 GROUP, LAG = 4, 2
-BIAS_CHUNK = 8  # elements whose biases are in registers at a time
 # A weight this far below the sum of its row, as a power of 2, is lost in it, even a million times over.
 NEGLIGIBLE = 30
 # A polynomial is of use where the end of its range is this large a base-2 exponent: then ordinary sums, from
@@ -67,14 +65,16 @@ class Quintic:
 
 @dataclass(frozen=True)
 class View:
-    """What a thread's rows may see of a block. Either last, the last column of each of its two rows, less its
-    own first column, and window, how many columns up to there (None for all): element c is column 8 * (c //
-    4) + c % 2 of row (c // 2) % 2. Or bias: a function that gives, for elements c .. c + BIAS_CHUNK - 1, what
-    is added to their exponents, -inf where hidden."""
+    """What a thread's rows may see of a block. last: the last column of each of its two rows, less its own
+    first column; window: how many columns up to there, None for all. Element c is column 8 * (c // 4) + c % 2
+    of row (c // 2) % 2."""
 
-    last: tuple | None
+    last: tuple
     window: int | None
-    bias: Callable[[int], cute.Tensor] | None
+
+
+# In place of a view, where scores have become exponents, those of hidden keys -inf.
+GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,18 @@ def _uncapped(scale, s, k=None):
     return s, Float32(LOG2_E * scale)
 
 
+def given(s, k=None):
+    """An exponent that has taken its score's place."""
+    return s, Float32(1.0)
+
+
+def to_exponents(rS, exponent):
+    """Puts exponents in the place of scores."""
+    for e in range(cute.size(rS)):
+        a, b = exponent(rS[e])
+        rS[e] = a * b
+
+
 def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
     """Weights 2^(exponent of the score + shift of its row): rP, and tile[row] = their sums. Where a view
     hides keys a row may have few: it sums the rounded weights, so that a lone key weighs exactly 1.
@@ -146,15 +158,14 @@ def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
 ago. Left alone, ptxas puts all polynomials first and leaves a tail of ex2; so it cannot run ahead, and all
 units have work throughout. An infinite or undefined sum spoils the constant, and shows in the sums for that.
 """
-    part, history, constants, bias = [None] * ROWS, [], [None] * ROWS, None
+    part, history, constants = [None] * ROWS, [], [None] * ROWS
     for c in range(0, cute.size(rS), 2):
         row = (c // 2) % ROWS
-        bias = _bias_from(view, c, bias)
         if pace is not None and c % GROUP == 0:
             history.append(list(part))
             if len(history) > LAG and history[-1 - LAG][0] is not None:
                 constants = [cute.math.fma(x, Float32(0.0), Float32(pace)) for x in history[-1 - LAG]]
-        p = [_weight(rS, e, exponent, constants[row], shift, view, bias) for e in (c, c + 1)]
+        p = [_weight(rS, e, exponent, constants[row], shift, view) for e in (c, c + 1)]
         rP[c // 2] = pack_bf16(*p)
         if view is not None:
             p = unpack_bf16(rP[c // 2])
@@ -164,20 +175,10 @@ units have work throughout. An infinite or undefined sum spoils the constant, an
         tile[row] = part[row]
 
 
-def _bias_from(view, c, bias):
-    """The chunk of biases that element c lies in; `bias`, the chunk before, if it still does."""
-    if view is None or view.bias is None:
-        return None
-    return view.bias(c) if c % BIAS_CHUNK == 0 else bias
-
-
-def _weight(rS, e, exponent, constant, shift, view, bias):
+def _weight(rS, e, exponent, constant, shift, view):
     a, b = exponent(rS[e], constant)
-    shift = None if shift is None else shift[(e // 2) % ROWS]
-    if bias is not None:
-        shift = bias[e % BIAS_CHUNK] if shift is None else shift + bias[e % BIAS_CHUNK]
-    weight = exp2(a * b if shift is None else cute.math.fma(a, b, shift))
-    if view is None or bias is not None:
+    weight = exp2(a * b if shift is None else cute.math.fma(a, b, shift[(e // 2) % ROWS]))
+    if view is None or view == GIVEN:
         return weight
     return cutlass.select_(seen(view, e), weight, Float32(0.0))
 
@@ -194,9 +195,9 @@ def seen(view, c):
 def _afresh(view):
     """The same view, to be compared with anew: results for every element would fill the predicate
     registers."""
-    if view is None or view.bias is not None:
+    if view is None or view == GIVEN:
         return view
-    return View(tuple(unseen(x) for x in view.last), view.window, None)
+    return View(tuple(unseen(x) for x in view.last), view.window)
 
 
 def any_exponent(scale: float, cap: float | None):
@@ -219,9 +220,18 @@ _sum_and_pack. """
                 _sum_and_pack(rS, rP, tile, _at_level(softcap, i), pace=_pace(softcap, i, paced))
                 if not _in_range(tile, softcap.exponent_limit(TANH_FITS[i])):
                     level[0] = Int32(i + 1)
+                elif cutlass.const_expr(not paced):  # at once: registers are short
+                    _add(sums, tile)
     if level[0] == WIDE:
         _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE))
-    for row in cutlass.range_constexpr(ROWS):
+        if cutlass.const_expr(not paced):
+            _add(sums, tile)
+    if cutlass.const_expr(paced):
+        _add(sums, tile)
+
+
+def _add(sums, tile):
+    for row in range(ROWS):
         sums[row] = settle(sums[row] + tile[row])
 
 
@@ -250,23 +260,48 @@ def capped_weights_within(rS, rP, sums, s, softcap: cutlass.Constexpr, view, any
     """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by
     tanh.approx. any_way: by tanh.approx always, which takes fewer registers. s: the sequence length."""
     tile = cute.make_rmem_tensor((ROWS,), Float32)
-    fine = Boolean(False)
-    if cutlass.const_expr(not any_way and WIDE - 1 in usable_levels(softcap)):
-        largest = Float32(0.0)
-        for c in cutlass.range_constexpr(cute.size(rS)):
-            largest = cute.arch.fmax(largest, cute.math.abs(rS[c]))
-        fine = cute.arch.vote_all_sync(largest <= softcap.score_limit(TANH_FITS[-1]))
     if cutlass.const_expr(any_way):
         # Always so. Without a branch ptxas makes products wait (see lazy_weights).
         if s > 0:
             _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, view)
+    elif _all_within(rS, softcap):
+        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, view)
     else:
-        if fine:
-            _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, view)
-        else:
-            _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(view))
-    for row in cutlass.range_constexpr(ROWS):
-        sums[row] = settle(sums[row] + tile[row])
+        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(view))
+    _add(sums, tile)
+
+
+@cute.jit
+def capped_exponents(rS, s, softcap: cutlass.Constexpr, any_way: cutlass.Constexpr):
+    """Puts exponents in the place of scores, by the same ways."""
+    if cutlass.const_expr(any_way):
+        if s > 0:  # always so
+            to_exponents(rS, _at_level(softcap, WIDE))
+    elif _all_within(rS, softcap):
+        to_exponents(rS, _at_level(softcap, WIDE - 1))
+    else:
+        to_exponents(rS, _at_level(softcap, WIDE))
+
+
+@cute.jit
+def given_weights(rS, rP, sums, s):
+    """Weights of a block whose scores have become exponents, those of hidden keys -inf."""
+    tile = cute.make_rmem_tensor((ROWS,), Float32)
+    tile.fill(0.0)
+    # Always so. Without a branch ptxas makes products wait (see lazy_weights).
+    if s > 0:
+        _sum_and_pack(rS, rP, tile, given, None, GIVEN)
+    _add(sums, tile)
+
+
+def _all_within(rS, softcap):
+    """Whether the widest polynomial takes all scores of the warp."""
+    if WIDE - 1 not in usable_levels(softcap):
+        return Boolean(False)
+    largest = Float32(0.0)
+    for c in range(cute.size(rS)):
+        largest = cute.arch.fmax(largest, cute.math.abs(rS[c]))
+    return cute.arch.vote_all_sync(largest <= softcap.score_limit(TANH_FITS[-1]))
 
 
 # ---- lazy shift --------------------------------------------------------------------------------------------
@@ -289,8 +324,7 @@ def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view, first: c
         for row in cutlass.range_constexpr(ROWS):
             fine = fine & Boolean(tile[row] <= RAISE_ABOVE)
         if cute.arch.vote_all_sync(fine):
-            for row in cutlass.range_constexpr(ROWS):
-                sums[row] = settle(sums[row] + tile[row])
+            _add(sums, tile)
         else:
             _raise_shifts(rS, rP, sums, lazy, exponent, _afresh(view))
 
@@ -316,13 +350,10 @@ def _raise_shifts(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view):
 
 def _largest_exponents(rS, exponent, view):
     """The thread's largest exponent in each row, -inf where it sees no key."""
-    tops, bias = [Float32(-Float32.inf)] * ROWS, None
+    tops = [Float32(-Float32.inf)] * ROWS
     for c in range(cute.size(rS)):
-        bias = _bias_from(view, c, bias)
         a, b = exponent(rS[c])
-        if bias is not None:
-            y = cute.math.fma(a, b, bias[c % BIAS_CHUNK])
-        else:
-            y = a * b if view is None else cutlass.select_(seen(view, c), a * b, Float32(-Float32.inf))
+        hidden = view is not None and view != GIVEN
+        y = cutlass.select_(seen(view, c), a * b, Float32(-Float32.inf)) if hidden else a * b
         tops[(c // 2) % ROWS] = cute.arch.fmax(tops[(c // 2) % ROWS], y)
     return tops
