@@ -81,6 +81,9 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
         tile, head, batch = kernel.unit(index, b, s)
         me.sums.fill(0.0)
         me.level[0] = Int32(kernel.first_level)
+        if cutlass.const_expr(kernel.first_level == softmax.WIDE):
+            # Where there is no other, ptxas must not know: without a branch it makes products wait.
+            me.level[0] = softmax.unseen(me.level[0])
         me.lazy.shift.fill(softmax.LOWEST)
         first, end = kernel.key_tiles(tile, s)
         unit = _unit(me, mask, tile, batch, end - 1, s)
@@ -378,24 +381,25 @@ def _add_mask(rS, unit, tile, row, key, view, group: cutlass.Constexpr):
         for first in cutlass.range_constexpr(0, cute.size(rS), group):
             # A branch of their own: ptxas reads as many entries at once as it finds together.
             if left > 2 * first:
-                _add_entries(rS, unit, first, group, starts, left, size)
+                _add_entries(rS, unit, range(first, first + group), starts, left, size)
             else:
                 for e in cutlass.range_constexpr(first, first + group):
                     rS[e] = Float32(-Float32.inf)
     else:
         for e in cutlass.range_constexpr(cute.size(rS)):
             bias = unit.shift[(e // 2) % softmax.ROWS] * LOG2_E
-            rS[e] = rS[e] + cutlass.select_(softmax.seen(view, e), bias, Float32(-Float32.inf))
+            bias = cutlass.select_(softmax.seen(view, e), bias, Float32(-Float32.inf))
+            rS[e] = rS[e] + bias
 
 
-def _add_entries(rS, unit, first, group, starts, left, size):
-    """Adds entries to elements first .. first + group - 1. left: columns of the mask from this thread's first
-    one on."""
-    for e in range(first, first + group):
+def _add_entries(rS, unit, elements, starts, left, size):
+    """The same for some elements. left: columns of the mask from this thread's first one on."""
+    for e in elements:
         value = _entry(starts[(e // 2) % softmax.ROWS], 8 * (e // 4) + e % 2, left, size)
         # The difference first: it is exact where entries are close, however large they are.
         bias = (value + unit.shift[(e // 2) % softmax.ROWS]) * LOG2_E
-        rS[e] = rS[e] + cutlass.select_(value <= MASKED_AT_OR_BELOW, Float32(-Float32.inf), bias)
+        bias = cutlass.select_(value <= MASKED_AT_OR_BELOW, Float32(-Float32.inf), bias)
+        rS[e] = rS[e] + bias
 
 
 @dsl_user_op

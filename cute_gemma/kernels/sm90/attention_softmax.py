@@ -275,7 +275,8 @@ def capped_weights_within(rS, rP, sums, s, softcap: cutlass.Constexpr, view, any
 def capped_exponents(rS, s, softcap: cutlass.Constexpr, any_way: cutlass.Constexpr):
     """Puts exponents in the place of scores, by the same ways."""
     if cutlass.const_expr(any_way):
-        if s > 0:  # always so
+        # Always so. Without a branch ptxas takes more registers than there are.
+        if s > 0:
             to_exponents(rS, _at_level(softcap, WIDE))
     elif _all_within(rS, softcap):
         to_exponents(rS, _at_level(softcap, WIDE - 1))
