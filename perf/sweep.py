@@ -295,7 +295,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--target", help="default: the GPU's")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # fields may follow options
     options.sizes = [(options.workload, *map(int, size.split("x"))) for size in options.cases.split(",")]
     options.inputs = options.inputs or default_inputs(options.workload)
     options.fields = parse_fields(options.fields)

@@ -33,6 +33,15 @@ def test_fields_become_every_combination_and_refused_ones_say_why():
         sweep.parse_fields(["tile_n"])
 
 
+def test_fields_may_follow_the_stage():
+    """As README.md writes its commands."""
+    options = sweep.parse(["051", "1x131,1x997", "--stage", "gradients", "tile_n=64,128", "stages=4"])
+    assert options.fields == {"tile_n": [64, 128], "stages": [4]} and options.stage == "gradients"
+    assert options.sizes == [("051", 1, 131), ("051", 1, 997)] and options.inputs == "suite"
+    profiled = sweep.parse(["047", "1x128", "--ncu", "out.csv"])
+    assert profiled.fields == {} and profiled.ncu.name == "out.csv" and profiled.inputs == "causal"
+
+
 @pytest.mark.parametrize("target", ["sm_100a", "sm_90a"])
 def test_another_tuning_keeps_the_tensors_and_gets_scratch_of_its_own_size(target):
     inputs = workload("047").make_inputs("causal", 1, 131)
