@@ -1,9 +1,10 @@
-"""The cubins that are launched for 047: no stack, no local memory, tensor cores and TMA in use."""
+"""The cubins that are launched: no stack, no local memory, tensor cores and TMA in use."""
 
 import pytest
 
 from cute_gemma import AttentionConfig, jit, preset
-from cute_gemma.kernels.registry import forward_kernels
+from cute_gemma.kernels.registry import backward_kernels, forward_kernels
+from cute_gemma.plans_backward import BackwardSizes
 from cute_gemma.tile_cost import interior_tile_cost
 from cute_gemma.workloads import suite_cases
 
@@ -42,6 +43,32 @@ def test_nothing_spills_and_the_tensor_cores_are_used(kernel):
         assert report.count("UTCHMMA") > 0
         assert report.count("UTMALDG") > 0
         assert 0 < report.tmem_columns <= 512
+
+
+def _hopper_kernels():
+    """What the suite's cases of both workloads launch on sm_90a besides attention, once, with a name."""
+    forward, backward = forward_kernels("sm_90a"), backward_kernels("sm_90a")
+    distinct = {}
+    for rows in ROWS:
+        distinct.setdefault(forward.qkv_projection(CONFIG, rows), f"qkv_projection-{rows}")
+        distinct.setdefault(forward.output_projection(CONFIG, rows), f"output_projection-{rows}")
+    config = preset("051")
+    for case in suite_cases("051"):
+        sizes = BackwardSizes(
+            case.batch_size, case.seq_len, config.hidden, config.heads, config.kv_heads, config.head_dim
+        )
+        norm = backward.norm_backward(sizes)
+        distinct.setdefault(norm, f"norm_backward-{case.batch_size}x{case.seq_len}")
+        distinct.setdefault(backward.gradients(sizes, norm), f"gradients-{case.batch_size}x{case.seq_len}")
+    return [pytest.param(kernel, id=name) for kernel, name in distinct.items()]
+
+
+@pytest.mark.parametrize("kernel", _hopper_kernels())
+def test_nothing_spills_on_sm_90a_and_products_stay_in_flight(kernel):
+    (report,) = jit.inspect(kernel, "sm_90a")
+    assert report.stack_bytes == report.local_loads == report.local_stores == 0
+    if report.count("HGMMA"):
+        assert report.registers <= 168 and report.count("WARPGROUP") < report.count("HGMMA")
 
 
 def test_an_interior_tile_costs_what_the_design_allows():
