@@ -290,10 +290,10 @@ def _attention_targets(arch: str) -> list[Target]:
         (1, _blocks, 900, 1.0, 1.0, 40.0),
         (5, _mask, 100, 1.0, 1.0),
     )
-    single = (5, 100, 1.0, 1.0)  # units of one key tile, several a CTA of sm_90a
+    few = (5, 100, 1.0, 1.0), (3, 200, 1.0, 1.0)  # units of one or two key tiles, several a CTA of sm_90a
 
     def logits(head_dim: int, *cases: tuple[float, ...]) -> Callable[[], list[Inputs]]:
-        several = (*((1, *case) for case in cases), single)
+        several = (*((1, *case) for case in cases), *few)
         return lambda: [_logits(batch, seq, head_dim, gains) for batch, seq, *gains in several]
 
     return [
