@@ -243,3 +243,25 @@ def test_atomics_of_several_warps_on_neighbouring_words_do_not_race():
     with pytest.raises(emu.RaceError):
         unordered = body.replace("bar.sync 0; ld.shared", "ld.shared")
         run(unordered, aligned(128, np.uint32), block=128, module=MODULE, dynamic_smem=16)
+
+
+# Warp 0's lanes write, its lane 0 arrives; warp 1 waits and reads.
+ONE_LANE_ARRIVES = """
+ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; and.b32 %r3, %r1, 31; shl.b32 %r4, %r3, 2;
+add.u32 %r5, %r2, %r4; setp.ne.u32 %p1, %r3, 0; setp.gt.u32 %p2, %r1, 31; setp.ne.u32 %p3, %r1, 0;
+@%p3 bra MADE; mbarrier.init.shared::cta.b64 [%r2+128], 1; MADE: bar.sync 0; @%p2 bra READ;
+st.shared.u32 [%r5], %r1; {between} @%p1 bra END; mbarrier.arrive.shared::cta.b64 _, [%r2+128]; bra END;
+READ: mbarrier.try_wait.parity.shared::cta.b64 %p4, [%r2+128], 0; @!%p4 bra READ;
+ld.shared.u32 %r6, [%r5]; cvt.u64.u32 %d2, %r4; add.u64 %d3, %d1, %d2; st.global.b32 [%d3], %r6; END:
+"""
+
+
+def test_an_arrival_by_one_lane_releases_what_others_wrote_if_bar_warp_sync_comes_before():
+    for between, hazards in (("bar.warp.sync -1;", "strict"), ("", True)):
+        out = aligned(32, np.uint32)
+        run(ONE_LANE_ARRIVES.format(between=between), out, block=64, module=MODULE, dynamic_smem=136,
+            hazards=hazards)
+        assert np.array_equal(out, np.arange(32))
+    with pytest.raises(emu.RaceError, match="warp 1 reads what warp 0 wrote"):
+        run(ONE_LANE_ARRIVES.format(between=""), aligned(32, np.uint32), block=64, module=MODULE,
+            dynamic_smem=136, hazards="strict")

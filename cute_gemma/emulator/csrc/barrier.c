@@ -206,7 +206,7 @@ static Status deliver_arrivals(Warp *w) {
 // sub bit 0: any CTA of the cluster; 1: a 64-bit state is wanted; 2: expect_tx; 3: drop; 4: relaxed; 5:
 // noComplete.
 // Refs: address, count, tx, state (64 bits). imm: offset.
-Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
+static Status arrive(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t sub = op->sub;
   EACH_LANE(l, mask) {
@@ -237,6 +237,13 @@ Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
     if (async_issue(a) == ST_FAULT) return ST_FAULT;
   }
   return ST_NEXT;
+}
+
+Status exec_mbar_arrive(Warp *w, const Op *op, uint32_t mask) {
+  const uint32_t withheld = lanes_withhold(w, mask);
+  const Status s = arrive(w, op, mask);
+  lanes_give_back(w, withheld);
+  return s;
 }
 
 // mbarrier.expect_tx (imm2 = 1) and mbarrier.complete_tx (imm2 = -1). sub bit 0: any CTA. Refs: address, tx.

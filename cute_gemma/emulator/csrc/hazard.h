@@ -45,6 +45,9 @@ void lanes_meet(Warp *w);
 void lanes_share_waits(Warp *w);
 // an access to shared memory by the lanes `who`, together; 0: it faulted
 int lanes_touch(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t bytes, uint32_t who, int write);
+// while lanes release: takes from the warp's clock what others wrote since all met; returns what to give back
+uint32_t lanes_withhold(Warp *w, uint32_t lanes);
+void lanes_give_back(Warp *w, uint32_t withheld);
 // what x sees while other lanes' unordered writes are hidden from it; returns what to restore
 uint32_t lanes_hide(Warp *w, uint32_t lane, Agent *x);
 void lanes_restore(Warp *w, uint32_t was);

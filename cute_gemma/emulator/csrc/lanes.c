@@ -40,3 +40,16 @@ int lanes_touch(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t bytes
   }
   return 1;
 }
+
+uint32_t lanes_withhold(Warp *w, uint32_t lanes) {
+  const WarpState *s = state(w);
+  if (w->launch->hazards != HAZARDS_STRICT || !(s->writers & ~lanes)) return 0;
+  uint32_t *own = &clock_g(cluster_of(w), s->clock)[warp_comp(w, C_WARP)];
+  const uint32_t withheld = *own > s->met_epoch ? *own - s->met_epoch : 0;
+  *own -= withheld;
+  return withheld;
+}
+
+void lanes_give_back(Warp *w, uint32_t withheld) {
+  if (withheld) clock_g(cluster_of(w), state(w)->clock)[warp_comp(w, C_WARP)] += withheld;
+}
