@@ -53,8 +53,7 @@ class ClusterSum:
         owner = self.warp % self.ctas
         arrived = self.barriers + 1 + self.warp
 
-        cute.arch.sync_warp()
-        if lane == 0:
+        if lane == 0:  # the products that read the stages are the whole warp's, and done
             for rank in cutlass.range_constexpr(self.ctas):
                 cute.arch.mbarrier_arrive(self.barriers, rank, scope=nvvm.MemScopeKind.CLUSTER)
         cute.arch.mbarrier_wait(self.barriers, 0)
