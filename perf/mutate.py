@@ -119,6 +119,8 @@ def prepare(target: Target) -> list[Case]:
         start = time.process_time()
         if not case.run():
             raise RuntimeError(f"{target.name}: two runs of the unmodified kernel differ")
+        if cases and case.text != cases[0].text:
+            raise RuntimeError(f"{target.name}: the kernel of other inputs is another one")
         case.limit = 3.0 + 20 * (time.process_time() - start)
         cases.append(case)
     return cases
