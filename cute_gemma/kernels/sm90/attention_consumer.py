@@ -81,8 +81,10 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
         tile, head, batch = kernel.unit(index, b, s)
         me.sums.fill(0.0)
         me.level[0] = Int32(kernel.first_level)
-        if cutlass.const_expr(kernel.first_level == softmax.WIDE):
-            # Where there is no other, ptxas must not know: without a branch it makes products wait.
+        hidden = kernel.lead == 1 or kernel.mask != "tensor"
+        if cutlass.const_expr(kernel.first_level == softmax.WIDE and hidden):
+            # Where there is no other, ptxas must not know: without a branch it makes products wait, or uses
+            # a stack.
             me.level[0] = softmax.unseen(me.level[0])
         me.lazy.shift.fill(softmax.LOWEST)
         first, end = kernel.key_tiles(tile, s)
