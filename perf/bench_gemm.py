@@ -183,7 +183,7 @@ class Backward:
         return self.outs
 
     def exact(self):
-        d, rows, norm_grads = self.D, [], []
+        rows, norm_grads = [], []
         for i in range(2):
             grad, normed = self.incoming[i].double(), self.normed[i].double()
             g = (grad * (1 + self.norms[i].double())).bfloat16().double()

@@ -4,10 +4,11 @@
     python perf/crosscheck.py --record FILE     and keep the card's results in FILE, small: hashes and sampled values
     python perf/crosscheck.py --compare FILE    without a GPU: run the emulator and compare with a recorded card
 
-A kernel is run by itself on inputs drawn from a seed, so a difference is its own. Outputs made by data movement,
-conversion and plain fp32 arithmetic have to have equal bits. Where the matrix units' unspecified order of additions or an
-approximate instruction takes part, at least 99.9% of the elements have to lie within one bf16 ulp of each other, the ulp
-taken at the larger of the element and the root mean square of its row; fp32 outputs that depend on them likewise.
+A kernel is run by itself on inputs drawn from a seed, so a difference is its own. Outputs made by data
+movement, conversion and plain fp32 arithmetic have to have equal bits. Where the matrix units' unspecified
+order of additions or an approximate instruction takes part, at least 99.9% of the elements have to lie within
+one bf16 ulp of each other, the ulp taken at the larger of the element and the root mean square of its row;
+fp32 outputs that depend on them likewise.
 """
 
 from __future__ import annotations

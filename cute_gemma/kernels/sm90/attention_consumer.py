@@ -6,7 +6,6 @@ product of block i's weights with its values; then it waits for the scores of bl
 block or two ago. """
 
 from dataclasses import dataclass
-from functools import partial
 
 import cutlass
 import cutlass.cute as cute

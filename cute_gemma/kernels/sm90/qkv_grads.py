@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
-from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase
+from cute_gemma.kernels.common.qkv_grads import BLOCK_M, WGRAD, QkvGradientsBase
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import FIRST_CONSUMER, PersistentGemm, major_layout
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning
