@@ -413,7 +413,10 @@ class PersistentGemm(GemmBase):
             accumulator = cute.make_rmem_tensor(mmas[kind].partition_shape_C(self.mma_tiler[:2]), Float32)
             for index in cutlass.range(begin, last, unroll=1):
                 queue = stages, state, unit.k_end - unit.k_begin
-                ahead = (schedule, worker, index + 1), (pending, before, waiting)
+                done = before
+                if cutlass.const_expr(kind == 0 and len(mmas) > 1):
+                    done = replace(before, section=0)  # the first section's units come first
+                ahead = (schedule, worker, index + 1), (pending, done, waiting)
                 state, following = self.multiply(mmas[kind], fragments[kind], accumulator, queue, ahead)
                 complete = cutlass.Boolean(True)
                 if cutlass.const_expr(self.tuning.stream_k):
