@@ -60,7 +60,8 @@ def lower_ld(ins: ptx.Instruction, b: Builder) -> None:
     if len(ops) != 2:
         raise b.unsupported(f"{len(ops)} operands")
     sem, where = semantics(words, "acquire"), space(words)
-    words.drop(CACHE_WORDS | {"nc"})
+    read_only = words.has("nc")
+    words.drop(CACHE_WORDS)
     count = words.choice(VECTORS, 1)
     words.done()
     targets = items(ops[0])
@@ -74,6 +75,7 @@ def lower_ld(ins: ptx.Instruction, b: Builder) -> None:
     signed = kind[0] == "s"
     results = [b.dst(t, stored, signed=signed) if t is not ptx.SINK else b.scratch for t in targets]
     sub = where | (bits // 8).bit_length() - 1 << 2 | count << 5 | sem << 9 | signed << 11 | width << 12
+    sub |= read_only << 14
     b.emit("LD", address, *results, sub=sub, imm=offset)
 
 

@@ -145,9 +145,8 @@ def lower_fence(ins: ptx.Instruction, b: Builder) -> None:
     words = Words(ins, b)
     proxy = words.has("proxy")
     kind = 0 if proxy else 3
-    if proxy and words.has("async", "async.shared::cta"):
-        words.drop({"global", "shared::cta", "shared::cluster"})
-        kind = 1
+    if proxy and words.has("async"):
+        kind = 6 if words.has("global") else 5 if words.has("shared::cta", "shared::cluster") else 1
     elif proxy:
         if not {"tensormap::generic", "async::generic"} & set(words.left):
             words.need("alias")

@@ -132,3 +132,124 @@ def test_last_cta_sums_what_all_wrote(count, fine):
     else:
         with pytest.raises(emu.RaceError):
             run(LAST.format(count=count), data, counter, out, **arguments)
+
+
+# ---------------------------------------------------------------- writes after writes and after reads
+# CTA 0 does `first`, CTA 1 `second`; between them is a flag in p1, or nothing. %d5: this lane's word of p0.
+TWO = """
+ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; ld.param.u64 %d3, [p2]; mov.u32 %r1, %tid.x;
+mov.u32 %r3, %ctaid.x; mov.u32 %r2, smem; add.u32 %r20, %r2, 256;
+mul.wide.u32 %d4, %r1, 4; add.u64 %d5, %d1, %d4; add.u64 %d6, %d3, %d4; setp.ne.u32 %p1, %r1, 0;
+setp.eq.u32 %p2, %r3, 1; @%p2 bra SECOND;
+{first} bar.sync 0; @%p1 bra END; {raise} bra END;
+SECOND: @%p1 bra GO; POLL: {poll} GO: bar.sync 0; {second} END:
+"""
+WAITING = "ld.acquire.gpu.global.b32 %r5, [%d2]; setp.eq.u32 %p3, %r5, 0; @%p3 bra POLL;"
+SHARED = ".extern .shared .align 128 .b8 smem[];"
+
+
+def two(first, second, ordered, grid=2, **options):
+    data, flag, out = aligned(32, np.uint32), aligned(1, np.uint32), aligned(32, np.uint32)
+    between = {"raise": RELEASE, "poll": WAITING} if ordered else {"raise": "", "poll": ""}
+    run(TWO.format(first=first, second=second, **between), data, flag, out, grid=grid, module=SHARED,
+        dynamic_smem=512, **options)
+    return data, out
+
+
+WRITE, READ = "st.global.b32 [%d5], %r1;", "ld.global.b32 %r6, [%d5];"
+ADD, LATEST = "red.relaxed.gpu.global.add.u32 [%d5], 1;", "ld.relaxed.gpu.global.b32 %r6, [%d5];"
+CP_ASYNC = """shl.b32 %r7, %r1, 2; add.u32 %r7, %r7, %r2; cp.async.ca.shared.global [%r7], [%d5], 4;
+cp.async.wait_all;"""
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        pytest.param(WRITE, WRITE, "writes .* wrote", id="write, write"),
+        pytest.param(READ, WRITE, "writes .* read|reads .* wrote", id="read, write"),
+        pytest.param(ADD, READ, "reads .* wrote|writes .* read", id="atomic, read"),
+        pytest.param(WRITE, ADD, "writes .* wrote", id="write, atomic"),
+        pytest.param(WRITE, LATEST, "reads .* wrote|writes .* read", id="write, strong read"),
+        pytest.param(WRITE, CP_ASYNC, "reads .* wrote|writes .* read", id="write, cp.async"),
+    ],
+)
+def test_unordered_accesses_of_two_ctas_are_a_race(first, second, says, schedule):
+    two(first, second, True, schedule=schedule)
+    with pytest.raises(emu.RaceError, match=says):
+        two(first, second, False, schedule=schedule)
+
+
+@pytest.mark.parametrize(("first", "second"), [(ADD, ADD), (ADD, LATEST), (LATEST, ADD), (READ, READ)])
+def test_atomics_and_reads_of_two_ctas_do_not_race(first, second):
+    two(first, second, False)
+
+
+def test_warps_of_one_cta_want_a_barrier_between_writes_of_global_memory():
+    body = """ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; and.b32 %r2, %r1, 31; mul.wide.u32 %d2, %r2, 4;
+    add.u64 %d3, %d1, %d2; setp.gt.u32 %p1, %r1, 31; @%p1 bra B; st.global.b32 [%d3], 1; B: {barrier}
+    @!%p1 bra END; st.global.b32 [%d3], 2; END:"""
+    out = aligned(32, np.uint32)
+    run(body.format(barrier="bar.sync 0;"), out, block=64)
+    assert (out == 2).all()
+    with pytest.raises(emu.RaceError, match="writes .* wrote .*a barrier must come between"):
+        run(body.format(barrier=""), aligned(32, np.uint32), block=64)
+
+
+def test_read_only_loads_of_what_the_launch_writes_are_reported():
+    two(WRITE, READ, True)
+    with pytest.raises(emu.RaceError, match="ld.global.nc"):
+        two(WRITE, READ.replace("global", "global.nc"), True)
+    two("", READ.replace("global", "global.nc"), False)
+
+
+# ---------------------------------------------------------------- the async proxy
+BULK_READ = """@%p1 bra DONE; mbarrier.init.shared.b64 [%r20], 1; {fence}
+mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 128;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%d1], 128, [%r20];
+W: mbarrier.try_wait.parity.shared.b64 %p6, [%r20], 0; @!%p6 bra W; DONE:"""
+BULK_WRITE = """shl.b32 %r7, %r1, 2; add.u32 %r7, %r7, %r2; st.shared.b32 [%r7], %r1;
+fence.proxy.async.shared::cta; bar.warp.sync -1; @%p1 bra SENT;
+cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r2], 128;
+cp.async.bulk.commit_group; cp.async.bulk.wait_group{read} 0; SENT:"""
+PROXY = "fence.proxy.async{};"
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1"])
+@pytest.mark.parametrize("scope", ["", ".global"])
+def test_bulk_read_of_what_a_thread_wrote_wants_a_proxy_fence(scope, schedule):
+    fence = PROXY.format(scope)
+    two(WRITE + fence, BULK_READ.format(fence=""), True, schedule=schedule)
+    two(WRITE, BULK_READ.format(fence=fence), True, schedule=schedule)
+    for there, here in (("", ""), (PROXY.format(".shared::cta"), PROXY.format(".shared::cta"))):
+        with pytest.raises(emu.ProxyFenceError, match="reads global memory .* fence.proxy.async"):
+            two(WRITE + there, BULK_READ.format(fence=here), True, schedule=schedule)
+
+
+def test_bulk_read_of_what_its_own_cta_wrote_wants_a_proxy_fence():
+    own = WRITE + "{} bar.sync 1; " + BULK_READ.format(fence="")
+    two(own.format("fence.proxy.async.global;"), "", False)
+    with pytest.raises(emu.ProxyFenceError, match="reads global memory .* fence.proxy.async"):
+        two(own.format(""), "", False)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1"])
+def test_bulk_write_is_read_after_its_group_has_been_waited_for(schedule):
+    two(BULK_WRITE.format(read=""), READ, True, schedule=schedule)
+    with pytest.raises(emu.RaceError, match="a bulk copy of warp 0"):
+        two(BULK_WRITE.format(read=".read"), READ, True, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager"])
+def test_overwriting_what_a_bulk_copy_may_still_read_is_a_race(schedule):
+    two(BULK_READ.format(fence=""), WRITE, True, schedule=schedule)
+    late = BULK_READ.format(fence="").replace("DONE:", "").replace("W: mbarrier", "DONE: bar.sync 0; @%p1 bra END; "
+        + RELEASE + "W: mbarrier").replace("@!%p6 bra W;", "@!%p6 bra W; bra END;")
+    with pytest.raises(emu.RaceError, match="writes global memory .*, which a bulk copy"):
+        two(late, WRITE, True, schedule=schedule)
+
+
+def test_fence_of_the_async_proxy_covers_the_memory_that_it_names():
+    with pytest.raises(emu.ProxyFenceError, match="shared memory"):
+        two(BULK_WRITE.format(read="").replace("fence.proxy.async.shared::cta", "fence.proxy.async.global"), READ,
+            True)

@@ -121,6 +121,7 @@ Status exec_cp_async(Warp *w, const Op *op, uint32_t mask) {
     else if (bytes > size)
       bad = fault(w, op, FAULT_ILLEGAL, "cp.async with source size %u of %u", bytes, size);
     else if (w->launch->hazards && !smem_touch(w->cta, to & SMEM_OFFSET, size, 1, &x)) bad = ST_FAULT;
+    else if (bytes && !global_order(&x, from, bytes, 0)) bad = ST_FAULT;
     if (bad == ST_FAULT) {
       free(lanes);
       return bad;

@@ -47,11 +47,12 @@ int footprint_hit(const Footprint *f, uint64_t address, uint64_t bytes, int writ
   return 0;
 }
 
-void footprint_forget_writes(Footprint *f) {
-  for (uint32_t i = 0; i < f->n; i++) {
-    free(f->region[i].writes);
-    f->region[i].writes = NULL;
-  }
+void footprint_forget_order(Footprint *f) {
+  for (uint32_t i = 0; i < f->n; i++)
+    for (int write = 0; write < 2; write++) {
+      free(f->region[i].last[write]);
+      f->region[i].last[write] = NULL;
+    }
 }
 
 void emu_free_footprint(void *footprint) {

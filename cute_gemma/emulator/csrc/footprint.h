@@ -4,14 +4,14 @@
 #include "engine.h"
 
 #define SECTOR 32u
-// bits[written]; writes: this launch's, by sector
-typedef struct { uint64_t base, size,
-                words; uint64_t *bits[2]; uint32_t writable; struct SectorWrite *writes; } FootprintRegion;
+// bits[written]; last[written]: this launch's latest accesses, by sector
+typedef struct { uint64_t base, size, words, *bits[2]; uint32_t writable;
+                struct SectorAccess *last[2]; } FootprintRegion;
 typedef struct Footprint { uint32_t n; FootprintRegion *region; } Footprint;
 
 Footprint *footprint_new(const LaunchDesc *desc);        // regions sorted by address
-// who wrote which sector matters within the launch only
-void footprint_forget_writes(Footprint *f);
+// who came to which sector matters within the launch only
+void footprint_forget_order(Footprint *f);
 void footprint_count(const Footprint *f, uint64_t *read, uint64_t *written);
 // 1 if [address, address + bytes) touches a sector that f has in bits[written]
 int footprint_hit(const Footprint *f, uint64_t address, uint64_t bytes, int written);

@@ -3,6 +3,7 @@
 // what one CTA writes and another reads needs a release and an acquire (PTX ISA, "Memory Consistency Model").
 #include "global.h"
 #include "hazard.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,7 +59,10 @@ static void learn(Knowledge *k, Snapshot *s) {
     if (o == s) return;
     if (o->instance != s->instance) continue;
     int older = 1, newer = 1;
-    for (uint32_t j = 0; j < s->words; j++) older &= s->v[j] <= o->v[j], newer &= s->v[j] >= o->v[j];
+    for (uint32_t j = 0; j < s->words || j < o->words; j++) {
+      const uint32_t mine = j < s->words ? s->v[j] : 0, theirs = j < o->words ? o->v[j] : 0;
+      older &= mine <= theirs, newer &= mine >= theirs;
+    }
     if (older) return;
     if (newer) {
       k->item[i] = s;
@@ -72,22 +76,24 @@ static void learn(Knowledge *k, Snapshot *s) {
   k->item[k->n++] = s;
 }
 
+static Snapshot *snapshot_new(Launch *launch, uint32_t instance, uint32_t words) {
+  GlobalSync *sync = launch->sync;
+  Snapshot *s = malloc(sizeof *s + words * sizeof *s->v);
+  *s = (Snapshot){.next = sync->snapshots, .instance = instance, .words = words};
+  return sync->snapshots = s;
+}
+
 // Strict checks: what lanes other than these wrote since the warp's lanes met is not released with it.
 static Snapshot *take_snapshot(Warp *w, uint32_t lanes) {
   Cluster *c = cluster_of(w);
-  GlobalSync *sync = w->launch->sync;
-  const uint32_t words = C_PER_WARP * c->nwarps;
-  Snapshot *s = malloc(sizeof *s + words * sizeof *s->v);
-  s->instance = c->instance;
-  s->words = words;
+  Snapshot *s = snapshot_new(w->launch, c->instance, c->nwarps + c->ncomps);
   lanes_share_waits(w);
-  memcpy(s->v, clock_g(c, state(w)->clock), words * sizeof *s->v);
+  memcpy(s->v, clock_global(c, state(w)->clock), c->nwarps * sizeof *s->v);
+  memcpy(s->v + c->nwarps, clock_g(c, state(w)->clock), c->ncomps * sizeof *s->v);
   const WarpState *owner = state(w);
-  uint32_t *own = &s->v[warp_comp(w, C_WARP)];
+  uint32_t *own = &s->v[c->nwarps + warp_comp(w, C_WARP)];
   if (w->launch->hazards == HAZARDS_STRICT && owner->global_writers & ~lanes && *own > owner->met_epoch)
     *own = owner->met_epoch;
-  s->next = sync->snapshots;
-  sync->snapshots = s;
   clock_publish(w);
   return s;
 }
@@ -107,7 +113,11 @@ static void acquire(Warp *w, Snapshot *s, uint32_t lanes) {
   Cluster *c = cluster_of(w);
   uint32_t *g = clock_g(c, state(w)->clock);
   if (s->instance == c->instance) {
-    for (uint32_t i = 0; i < s->words; i++) g[i] = g[i] > s->v[i] ? g[i] : s->v[i];
+    uint32_t *seen = clock_global(c, state(w)->clock);
+    for (uint32_t i = 0; i < s->words; i++) {
+      uint32_t *to = i < c->nwarps ? &seen[i] : &g[i - c->nwarps];
+      *to = *to > s->v[i] ? *to : s->v[i];
+    }
     return;
   }
   RemoteList *list = c->remote;
@@ -117,9 +127,25 @@ static void acquire(Warp *w, Snapshot *s, uint32_t lanes) {
     list->cap = list->cap ? 2 * list->cap : 16;
     list->item = realloc(list->item, list->cap * sizeof *list->item);
   }
-  list->item[list->n++] = (Remote){s, state(w)->index, ++state(w)->acquires};
+  list->item[list->n++] = (Remote){s, state(w)->index, ++state(w)->acquires, 0};
   g[warp_comp(w, C_REMOTE)] = state(w)->acquires;
   if (lanes != w->live) state(w)->acquirers |= lanes;
+}
+
+// fence.proxy.async: what is known of other clusters' writes is known to the async proxy too.
+void global_proxy_fence(Warp *w) {
+  RemoteList *list = cluster_of(w)->remote;
+  const uint32_t nwarps = cluster_of(w)->nwarps;
+  for (uint32_t i = 0, n = list->n; i < n; i++) {
+    const Remote r = list->item[i];
+    if (!visible(w, &r) || (r.twin && visible(w, &list->item[r.twin - 1]))) continue;
+    if (!memcmp(r.snapshot->v, r.snapshot->v + nwarps, nwarps * sizeof *r.snapshot->v)) continue;
+    Snapshot *s = snapshot_new(w->launch, r.snapshot->instance, r.snapshot->words);
+    memcpy(s->v, r.snapshot->v, s->words * sizeof *s->v);
+    memcpy(s->v, s->v + nwarps, nwarps * sizeof *s->v);
+    acquire(w, s, w->live);
+    list->item[i].twin = list->n;
+  }
 }
 
 // ---------------------------------------------------------------- addresses that synchronise
@@ -197,40 +223,56 @@ void global_sync_free(Launch *launch) {
   free(sync);
 }
 
-// ---------------------------------------------------------------- order of ordinary accesses
-static int remote_ordered(Warp *w, const SectorWrite *x) {
+// ---------------------------------------------------------------- order of accesses
+// `proxy`: x, a write through the generic proxy, has to be visible to the async proxy too.
+static int remote_ordered(const Agent *me, const SectorAccess *x, int proxy) {
+  Warp *w = me->warp;
   Cluster *c = cluster_of(w);
   WarpState *s = state(w);
-  if (x->instance == c->instance) return clock_g(c, s->clock)[x->comp] >= x->epoch;
-  if (s->ok_instance == x->instance && s->ok_comp == x->comp && s->ok_epoch >= x->epoch) return 1;
+  if (x->instance == c->instance)
+    return (proxy ? clock_global(c, s->clock) : clock_g(c, s->clock))[x->comp] >= x->epoch;
+  if (!proxy && s->ok_instance == x->instance && s->ok_comp == x->comp && s->ok_epoch >= x->epoch) return 1;
   for (uint32_t i = 0; i < c->remote->n; i++) {
     const Remote *r = &c->remote->item[i];
-    if (r->snapshot->instance != x->instance || r->snapshot->v[x->comp] < x->epoch || !visible(w, r))
+    const uint32_t at = (proxy ? 0 : c->nwarps) + x->comp;
+    if (r->snapshot->instance != x->instance || r->snapshot->words <= at || r->snapshot->v[at] < x->epoch ||
+        !visible(w, r))
       continue;
-    s->ok_instance = x->instance, s->ok_comp = x->comp, s->ok_epoch = r->snapshot->v[x->comp];
+    if (!proxy) s->ok_instance = x->instance, s->ok_comp = x->comp, s->ok_epoch = r->snapshot->v[at];
     return 1;
   }
   return 0;
 }
 
-static int unordered(Warp *w, const Op *op, uint64_t address, const SectorWrite *x) {
-  const LaunchDesc *d = w->launch->desc;
+static int unordered(const Agent *me, uint64_t address, const SectorAccess *x, int write, int wrote) {
+  const Cluster *c = cluster_of(me->warp);
+  const LaunchDesc *d = c->launch->desc;
   const uint32_t id = x->instance - 1, nx = d->grid[0] / d->cluster[0], ny = d->grid[1] / d->cluster[1];
-  const uint32_t index = x->comp % cluster_of(w)->nwarps, per = w->launch->nwarps, bulk = x->comp /
-      cluster_of(w)->nwarps == C_BULK_WRITE;
-  if (state(w)->reads_apart) {
-    fault(w, op, FAULT_RACE, "advice: reads global memory at 0x%llx, which warp %u of cluster (%u,%u,%u), "
-          "CTA rank %u, wrote in this launch: another lane of the warp may have acquired it, but no "
-          "bar.warp.sync follows that", (unsigned long long)address, index % per, id % nx, id / nx % ny,
-          id / (nx * ny), index / per);
+  const uint32_t kind = x->comp / c->nwarps, index = x->comp % c->nwarps, per = c->launch->nwarps;
+  char who[128];
+  if (kind < C_PER_WARP)
+    snprintf(who, sizeof who, "%swarp %u of cluster (%u,%u,%u), CTA rank %u,", kind ? "a bulk copy of " : "",
+             index % per, id % nx, id / nx % ny, id / (nx * ny), index / per);
+  else snprintf(who, sizeof who, "a bulk copy of cluster (%u,%u,%u)", id % nx, id / nx % ny, id / (nx * ny));
+  const char *did = wrote ? "wrote" : "read";
+  if (state(me->warp)->reads_apart) {
+    fault(me->warp, me->op, FAULT_RACE, "advice: reads global memory at 0x%llx, which %s wrote in this launch: "
+          "another lane of the warp may have acquired it, but no bar.warp.sync follows that",
+          (unsigned long long)address, who);
     return 0;
   }
-  fault(w, op, FAULT_RACE, "reads global memory at 0x%llx, which %swarp %u of cluster (%u,%u,%u), CTA rank "
-        "%u, wrote in this launch, with nothing "
-        "that orders the two: %sa release (or a fence and a relaxed write) there and an acquire here must "
-            "come between", (unsigned long long)address,
-        bulk ? "a bulk copy of " : "", index % per, id % nx, id / nx % ny, id / (nx * ny), index / per,
-        bulk ? "cp.async.bulk.wait_group and " : "");
+  if (me->async && wrote && !kind && remote_ordered(me, x, 0)) {
+    fault(me->warp, me->op, FAULT_PROXY_FENCE, "%s global memory at 0x%llx through the async proxy, which %s "
+          "wrote through the generic proxy in this launch; they are ordered, but no fence.proxy.async comes "
+          "between", write ? "writes" : "reads", (unsigned long long)address, who);
+    return 0;
+  }
+  fault(me->warp, me->op, FAULT_RACE, "%s global memory at 0x%llx, which %s %s in this launch, with nothing "
+        "that orders the two: %s%s must come between", write ? "writes" : "reads",
+        (unsigned long long)address, who, did,
+        kind >= C_PER_WARP ? "a wait for its mbarrier and " : kind ? "cp.async.bulk.wait_group and " : "",
+        x->instance == c->instance ? "a barrier"
+        : "a release (or a fence and a relaxed write) there and an acquire here");
   return 0;
 }
 
@@ -240,53 +282,44 @@ static uint32_t sector_bytes(uint64_t sector, uint64_t low, uint64_t high) {
   return (last - first == SECTOR ? FULL : (1u << (last - first)) - 1) << first;
 }
 
-static int read_order(Warp *w, const Op *op, FootprintRegion *r, uint64_t address, uint64_t bytes) {
+// Only the latest write and the latest read of a sector are remembered: misses races, invents none.
+static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t bytes, int write, Strength how) {
   const uint64_t start = r->base - r->base % SECTOR;
+  const SectorAccess now = {.instance = cluster_of(me->warp)->instance, .comp = me->comp, .epoch = me->epoch,
+                            .strong = me->strong};
+  if (!r->writable && !write) return 1;
+  if (!r->last[write]) r->last[write] = calloc(r->words * 64, sizeof **r->last);  // untouched pages cost nothing
   for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR) {
-    const SectorWrite *x = &r->writes[(s - start) / SECTOR];
-    if (x->mask & sector_bytes(s, address, address + bytes) && !remote_ordered(w, x))
-      return unordered(w, op, address, x);
+    const uint64_t at = (s - start) / SECTOR;
+    const uint32_t mask = sector_bytes(s, address, address + bytes);
+    for (int wrote = 1; wrote >= !write; wrote--) {
+      const SectorAccess *x = r->last[wrote] ? &r->last[wrote][at] : NULL;
+      if (!x || !(x->mask & mask) || (x->strong && me->strong)) continue;
+      const int proxy = me->async && wrote && x->comp < cluster_of(me->warp)->nwarps;
+      if (!remote_ordered(me, x, proxy)) return unordered(me, address, x, write, wrote);
+      if (how != READ_ONLY) continue;
+      fault(me->warp, me->op, FAULT_RACE, "ld.global.nc of 0x%llx, which this launch writes: it is for memory "
+            "that is read-only", (unsigned long long)address);
+      return 0;
+    }
+    SectorAccess *old = &r->last[write][at];
+    const int same = old->instance == now.instance && old->comp == now.comp && old->epoch == now.epoch &&
+        old->strong == now.strong;
+    const uint32_t before = same ? old->mask : 0;
+    *old = now;
+    old->mask = before | mask;
   }
   return 1;
 }
 
-static void note_write(Warp *w, FootprintRegion *r, uint64_t address, uint64_t bytes, Strength how,
-                       const Async *a) {
-  if (!r->writes) {
-    if (how == STRONG) return;
-    r->writes = calloc(r->words * 64, sizeof *r->writes);      // pages that nothing writes cost nothing
-  }
-  const Cluster *c = cluster_of(w);
-  SectorWrite x = {.instance = c->instance, .comp = (uint16_t)warp_comp(w, how == ASYNC ? C_BULK_WRITE
-      : C_WARP)};
-  x.epoch = how == ASYNC ? a->copy.group : clock_g(c, state(w)->clock)[x.comp];
-  const uint64_t start = r->base - r->base % SECTOR;
-  for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR) {
-    SectorWrite *old = &r->writes[(s - start) / SECTOR];
-    uint32_t mask = sector_bytes(s, address, address + bytes);
-    if (how == STRONG) {
-      old->mask &= ~mask;
-      continue;
-    }
-    x.mask = old->instance == x.instance && old->comp == x.comp && old->epoch == x.epoch ? old->mask | mask
-        : mask;
-    *old = x;
-  }
-}
-
-int global_written(Launch *launch, uint64_t address) {
-  FootprintRegion *r = region_of(launch, address, 1);
-  return r && r->writes;
-}
-
-int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t bytes) {
-  FootprintRegion *r = region_of(w->launch, address, bytes);
-  return !r || !r->writes || read_order(w, op, r, address, bytes);
+int global_order(const Agent *x, uint64_t address, uint64_t bytes, int write) {
+  FootprintRegion *r = x->warp->launch->hazards ? region_of(x->warp->launch, address, bytes) : NULL;
+  return !r || order(x, r, address, bytes, write, ASYNC);      // what lies outside is reported when it runs
 }
 
 // ---------------------------------------------------------------- the access
 int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited,
-                  Strength how, const Async *a) {
+                  Strength how) {
   Launch *launch = w->launch;
   FootprintRegion *r = region_of(launch, address, bytes);
   if (!r) {
@@ -303,18 +336,18 @@ int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int w
   }
   if (!waited && pdl_hazard(w, op, address, bytes, write)) return 0;
   footprint_mark(r, address, bytes, write);
-  if (!launch->hazards) return 1;
-  if (write) note_write(w, r, address, bytes, how, a);
-  else if (how == WEAK && r->writes) return read_order(w, op, r, address, bytes);
-  return 1;
+  if (!launch->hazards || how == ASYNC) return 1;
+  Agent x = agent_of(w, op);
+  x.strong = how == STRONG;
+  return order(&x, r, address, bytes, write, how);
 }
 
 int global_check(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write) {
-  return global_access(w, op, address, bytes, write, grid_waited(w), WEAK, NULL);
+  return global_access(w, op, address, bytes, write, grid_waited(w), WEAK);
 }
 
 int global_check_async(const Async *a, uint64_t address, uint64_t bytes, int write) {
-  return global_access(a->warp, a->op, address, bytes, write, a->grid_waited, ASYNC, a);
+  return global_access(a->warp, a->op, address, bytes, write, a->grid_waited, ASYNC);
 }
 
 void remote_free(Cluster *c) {

@@ -4,14 +4,16 @@
 #include "engine.h"
 #include "footprint.h"
 
-typedef struct SectorWrite {        // the last ordinary write to a sector in this launch
+typedef struct SectorAccess {       // the last write to, or read of, a sector in this launch
   uint32_t instance, epoch;         // which cluster, and when by its clock
   uint32_t mask;                    // bytes
   uint16_t comp;
-} SectorWrite;
+  uint8_t strong;
+} SectorAccess;
 
 typedef struct Snapshot {           // what a release made known: the clock of a cluster at that time
   struct Snapshot *next;            // all of the launch, to free them
+  // v: for each warp, what it wrote that the async proxy sees too; then the clock
   uint32_t instance, words, v[];
 } Snapshot;
 typedef struct Knowledge { uint32_t n, cap; Snapshot **item; } Knowledge;
@@ -22,18 +24,18 @@ typedef struct GlobalSync {         // addresses through which CTAs synchronise
   Snapshot *snapshots;
 } GlobalSync;
 
-// known to whoever has `epoch` of that warp's C_REMOTE
-typedef struct { Snapshot *snapshot; uint32_t warp, epoch; } Remote;
+// known to whoever has `epoch` of that warp's C_REMOTE; twin: index + 1 of the same behind a proxy fence
+typedef struct { Snapshot *snapshot; uint32_t warp, epoch, twin; } Remote;
 typedef struct RemoteList { uint32_t n, cap; Remote *item; } RemoteList;
 
-typedef enum { WEAK, STRONG, ASYNC } Strength;
+// read-only: ld.global.nc
+typedef enum { WEAK, STRONG, READ_ONLY, ASYNC } Strength;
 
 int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited,
-                  Strength how, const Async *a);
-// order of an asynchronous read, at its issue
-int global_read_box_order(Warp *w, const Op *op, uint64_t address, uint64_t bytes);
-// anything in the region of `address` was written in this launch
-int global_written(Launch *launch, uint64_t address);
+                  Strength how);
+// order of an asynchronous access, at its issue; x: who, as its clock knows it
+int global_order(const Agent *x, uint64_t address, uint64_t bytes, int write);
+void global_proxy_fence(Warp *w);
 void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes);
 void global_acquire(Warp *w, uint64_t address, int needs_fence, uint32_t lanes);
 void global_fence(Warp *w, uint32_t lanes);

@@ -9,7 +9,7 @@ static uint32_t round16(uint32_t n) { return (n + 15) & ~15u; }
 
 int clocks_init(Cluster *c) {
   c->comp_cap = round16(C_PER_WARP * c->nwarps + c->launch->cluster_size + 1 + 32 * c->launch->cluster_size);
-  c->stride = c->comp_cap + round16(2 * c->nwarps);
+  c->stride = c->comp_cap + round16(3 * c->nwarps);
   c->clock_cap = c->nwarps + 96 * c->launch->cluster_size;
   c->clocks = calloc((size_t)c->clock_cap * c->stride, sizeof *c->clocks);
   c->free_clocks = malloc(c->clock_cap * sizeof *c->free_clocks);
@@ -26,11 +26,11 @@ void clocks_reset(Cluster *c) {
 }
 
 static void clocks_grow(Cluster *c, uint32_t clock_cap, uint32_t comp_cap) {
-  uint32_t stride = comp_cap + round16(2 * c->nwarps);
+  uint32_t stride = comp_cap + round16(3 * c->nwarps);
   uint32_t *grown = calloc((size_t)clock_cap * stride, sizeof *grown);
   for (uint32_t i = 0; i < c->nclocks; i++) {
     memcpy(grown + (size_t)i * stride, clock_g(c, i), c->comp_cap * sizeof *grown);
-    memcpy(grown + (size_t)i * stride + comp_cap, clock_a(c, i), round16(2 * c->nwarps) * sizeof *grown);
+    memcpy(grown + (size_t)i * stride + comp_cap, clock_a(c, i), round16(3 * c->nwarps) * sizeof *grown);
   }
   free(c->clocks);
   c->clocks = grown;
@@ -112,12 +112,13 @@ void clock_acquire(Warp *w, ClockId from) {
   lanes_meet(w);
 }
 
-void clock_proxy_fence(Warp *w) {
+void clock_proxy_fence(Warp *w, int shared, int global) {
   if (!w->launch->hazards) return;
   Cluster *c = cluster_of(w);
   const uint32_t *g = clock_g(c, state(w)->clock);
-  uint32_t *a = clock_a(c, state(w)->clock);
-  for (uint32_t i = 0; i < 2 * c->nwarps; i++) a[i] = a[i] > g[i] ? a[i] : g[i];
+  uint32_t *a = clock_a(c, state(w)->clock), *in_global = clock_global(c, state(w)->clock);
+  for (uint32_t i = 0; shared && i < 2 * c->nwarps; i++) a[i] = a[i] > g[i] ? a[i] : g[i];
+  for (uint32_t i = 0; global && i < c->nwarps; i++) in_global[i] = in_global[i] > g[i] ? in_global[i] : g[i];
   clock_publish(w);
 }
 

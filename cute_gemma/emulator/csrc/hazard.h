@@ -11,6 +11,8 @@
 
 static inline uint32_t *clock_g(const Cluster *c, ClockId id) { return c->clocks + (size_t)id * c->stride; }
 static inline uint32_t *clock_a(const Cluster *c, ClockId id) { return clock_g(c, id) + c->comp_cap; }
+// epochs of C_WARP whose writes to global memory are visible to the async proxy
+static inline uint32_t *clock_global(const Cluster *c, ClockId id) { return clock_a(c, id) + 2 * c->nwarps; }
 static inline uint32_t warp_comp(const Warp *w, uint32_t kind) {
   return kind * w->cta->cluster->nwarps + state(w)->index;
 }
@@ -33,7 +35,7 @@ void clock_release(Warp *w, ClockId into);                // into |= warp's cloc
 void clock_acquire(Warp *w, ClockId from);
 void clock_fence(Warp *w);
 void clock_release_relaxed(Warp *w, ClockId into);
-void clock_proxy_fence(Warp *w);
+void clock_proxy_fence(Warp *w, int shared, int global);
 
 Agent agent_of(Warp *w, const Op *op);                    // the warp's own accesses through the generic proxy
 // the same for TMEM; strict checks want tcgen05 fences

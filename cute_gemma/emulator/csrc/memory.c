@@ -104,10 +104,10 @@ static int global_runs(Warp *w, const Op *op, const uint64_t *address, uint32_t 
       continue;
     }
     if (run_bytes && a >= run && a + bytes <= run + run_bytes) continue;
-    if (run_bytes && !global_access(w, op, run, run_bytes, write, waited, how, NULL)) return 0;
+    if (run_bytes && !global_access(w, op, run, run_bytes, write, waited, how)) return 0;
     run = a, run_bytes = bytes;
   }
-  return !run_bytes || global_access(w, op, run, run_bytes, write, waited, how, NULL);
+  return !run_bytes || global_access(w, op, run, run_bytes, write, waited, how);
 }
 
 // Strict checks (PTX ISA, "bar.warp.sync"): what some lanes acquired is hidden from reads by others until the
@@ -143,10 +143,10 @@ static int resolve_shared(Warp *w, const Op *op, uint32_t l, uint32_t address, u
 int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong,
             Resolved *out) {
   const uint32_t space = op->sub & 3;
+  const Strength how = strong ? STRONG : op->code == OP_LD && op->sub >> 14 & 1 ? READ_ONLY : WEAK;
   uint32_t shared = 0;
   out->shared = 0;
-  if (space == SPACE_GLOBAL)
-    return resolve_global(w, op, REG64(w, address), mask, bytes, write, strong ? STRONG : WEAK, out);
+  if (space == SPACE_GLOBAL) return resolve_global(w, op, REG64(w, address), mask, bytes, write, how, out);
   if (space == SPACE_GENERIC) {
     const uint64_t *a = REG64(w, address);
     EACH_LANE(l, mask) {
@@ -155,8 +155,7 @@ int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t byte
       shared |= 1u << l;
       if (!resolve_shared(w, op, l, (uint32_t)at, bytes, 1, out)) return 0;
     }
-    if (mask & ~shared && !resolve_global(w, op, a, mask & ~shared, bytes, write, strong ? STRONG : WEAK,
-                                          out)) return 0;
+    if (mask & ~shared && !resolve_global(w, op, a, mask & ~shared, bytes, write, how, out)) return 0;
   } else {
     const uint32_t *a = REG32(w, address);
     shared = mask;

@@ -587,7 +587,7 @@ int emu_run(const LaunchDesc *desc, LaunchResult *result) {
   for (uint32_t i = 0; i < launch.nslots; i++) cluster_free(&launch.slots[i]);
   free(launch.slots);
   global_sync_free(&launch);
-  footprint_forget_writes(launch.footprint);
+  footprint_forget_order(launch.footprint);
   while (launch.blocks) {
     struct AsyncBlock *b = launch.blocks;
     launch.blocks = b->next;

@@ -222,15 +222,14 @@ static uint32_t destinations(Async *a, Cta **data, Cta **barrier) {
   return n;
 }
 
-// What another CTA wrote in this launch has to be ordered before the copy's issue.
-static int source_order(Async *a) {
-  Warp *w = a->warp;
-  if (!w->launch->hazards) return 1;
-  if (a->kind == A_BULK_LOAD) return global_read_box_order(w, a->op, a->copy.global, a->copy.bytes);
-  if (a->kind != A_TMA_LOAD || !global_written(w->launch, a->copy.map.address)) return 1;
+// What the copy reads or writes in global memory, ordered as of its issue.
+static int global_side(Async *a, const Agent *x, int write) {
+  if (!a->warp->launch->hazards || a->kind == A_BULK_DSMEM) return 1;
+  if (a->kind == A_BULK_LOAD || a->kind == A_BULK_STORE)
+    return global_order(x, a->copy.global, a->copy.bytes, write);
   for (uint32_t i = 0, rows = box_rows(&a->copy.map); i < rows; i++) {
     Row r = box_row(&a->copy.map, &a->copy.coord, i);
-    if (r.valid && !global_read_box_order(w, a->op, r.global, r.valid)) return 0;
+    if (r.valid && !global_order(x, r.global, r.valid, write)) return 0;
   }
   return 1;
 }
@@ -240,7 +239,6 @@ static Status issue_load(Async *a, uint32_t bytes, uint32_t tag) {
   uint32_t n = destinations(a, data, barrier);
   Warp *w = a->warp;
   a->copy.bytes = bytes;
-  if (!source_order(a)) return ST_FAULT;
   if (state(w)->bulk.lanes >> a->lane & 1) lanes_share_waits(w);
   for (uint32_t k = 0; k < n; k++) {
     Agent x = agent_of(w, a->op);
@@ -248,6 +246,8 @@ static Status issue_load(Async *a, uint32_t bytes, uint32_t tag) {
     x.tag = (uint8_t)tag;
     if (mbar_copy_issued(w, a->op, barrier[k], a->copy.mbar & SMEM_OFFSET, &x) == ST_FAULT) return ST_FAULT;
     if (w->launch->hazards && !smem_touch(data[k], a->copy.smem, bytes, 1, &x)) return ST_FAULT;
+    if (n > 1) x.epoch = 0;                     // whoever knows of one of its barriers knows that it has read
+    if (!k && !global_side(a, &x, 0)) return ST_FAULT;
   }
   return async_issue(a);
 }
@@ -341,6 +341,9 @@ static Status issue_store(Async *a, uint32_t bytes) {
     const int ordered = store_source(a, bytes, &x);
     lanes_restore(w, seen);
     if (!ordered) return ST_FAULT;
+    x.comp = (uint16_t)warp_comp(w, C_BULK_WRITE);
+    x.strong = a->copy.reduce != 0;             // its updates are atomic
+    if (!global_side(a, &x, 1)) return ST_FAULT;
   }
   return async_issue(a);
 }
