@@ -33,18 +33,18 @@ def _alloc(ins, b, words) -> None:
 
 
 def _dealloc(ins, b, words) -> None:
-    words.choice(_GROUPS)
+    group = words.choice(_GROUPS)
     words.need("sync", "aligned", "b32")
     words.done()
     address, columns = operands(ins, b, 2)
-    b.emit("TC_DEALLOC", b.src(address, 32), b.src(columns, 32), aligned=True)
+    b.emit("TC_DEALLOC", b.src(address, 32), b.src(columns, 32), sub=group, aligned=True)
 
 
 def _relinquish(ins, b, words) -> None:
-    words.choice(_GROUPS)
+    group = words.choice(_GROUPS)
     words.need("sync", "aligned")
     words.done()
-    b.emit("TC_RELINQUISH", aligned=True)
+    b.emit("TC_RELINQUISH", sub=group, aligned=True)
 
 
 def _access(ins, b, words, pack: str) -> int:

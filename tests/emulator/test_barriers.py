@@ -213,3 +213,58 @@ def test_missing_cluster_barrier_is_a_race():
     st.shared.b32 [%r2], %r4; ld.shared::cluster.b32 %r10, [%r6];""" + CLUSTER_SYNC
     with pytest.raises((emu.RaceError, emu.UninitialisedRead)):
         threads(body, 32, 2, cluster=2)
+
+
+# ---------------------------------------------------------------- misuse of barrier and setmaxnreg
+TWO_WARPS = "mov.u32 %r1, %tid.x; setp.gt.u32 %p1, %r1, 31; @%p1 bra B; {} bra E; B: {} E:"
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ("bar.sync 1, 64;", "bar.red.popc.u32 %r5, 1, 64, %p1;", "barrier.red together with"),
+        ("bar.sync 1, 64;", "bar.sync 1;", "while others came to it with"),
+        ("bar.arrive 1, 64; bar.sync 1, 64;", "", "a second time before it is complete"),
+        ("and.b32 %r2, %r1, 1; bar.sync %r2, 64;", "bar.sync 0, 64;", "do not agree on the barrier"),
+    ],
+)
+def test_misused_named_barriers_are_reported(first, second, says, schedule):
+    with pytest.raises(emu.EmulationError, match=says):
+        run(TWO_WARPS.format(first, second), np.zeros(1, np.uint32), block=96, schedule=schedule)
+
+
+def test_a_warp_may_arrive_for_every_phase_of_a_named_barrier():
+    again = "bar.arrive 1, 64; bar.sync 2, 64; bar.arrive 1, 64;"
+    run(TWO_WARPS.format(again, "bar.sync 1, 64; bar.sync 2, 64; bar.sync 1, 64;"), np.zeros(1, np.uint32), block=64)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [("setmaxnreg.dec.sync.aligned.u32 40;", ""),
+     ("setmaxnreg.dec.sync.aligned.u32 40;", "setmaxnreg.dec.sync.aligned.u32 48;"),
+     ("setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.dec.sync.aligned.u32 40;", "setmaxnreg.dec.sync.aligned.u32 40;")],
+)  # fmt: skip
+def test_setmaxnreg_by_a_part_of_a_warpgroup_is_reported(first, others, schedule):
+    with pytest.raises(emu.IllegalInstruction, match="setmaxnreg is for all warps of a warpgroup alike"):
+        run(TWO_WARPS.format(first, others), np.zeros(1, np.uint32), block=128, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+def test_ending_an_mbarrier_that_others_still_use_is_a_race(schedule):
+    body = """mov.u32 %r1, %tid.x; mov.u32 %r2, smem; setp.eq.u32 %p1, %r1, 0; setp.gt.u32 %p3, %r1, 31;
+    @!%p1 bra G; mbarrier.init.shared.b64 [%r2], 1; G: bar.sync 0; @!%p1 bra W; mbarrier.arrive.shared.b64 _, [%r2];
+    W: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra W; {} @!%p1 bra E;
+    mbarrier.inval.shared.b64 [%r2]; mbarrier.init.shared.b64 [%r2], 2; E:"""
+    smem = {"module": ".extern .shared .align 16 .b8 smem[];", "dynamic_smem": 16, "block": 64}
+    run(body.format("bar.sync 0;"), np.zeros(1, np.uint32), schedule=schedule, **smem)
+    with pytest.raises(emu.EmulationError, match="uses with nothing that orders the two|inval has ended"):
+        run(body.format(""), np.zeros(1, np.uint32), schedule=schedule, **smem)
+
+
+def test_shuffle_from_a_lane_that_does_not_take_part_is_reported():
+    body = "mov.u32 %r1, %tid.x; setp.gt.u32 %p1, %r1, 15; @%p1 bra E; shfl.sync.idx.b32 %r5, %r1, {}, 31, 0xffff; E:"
+    run(body.format(15), np.zeros(1, np.uint32))
+    with pytest.raises(emu.DivergenceError, match="takes the value of lane 20"):
+        run(body.format(20), np.zeros(1, np.uint32))

@@ -255,11 +255,11 @@ def test_module_variables_hold_their_initial_values():
 
 # ---------------------------------------------------------------- counts and register allocation
 def test_counts_are_exact_for_every_instruction_and_warp():
-    out = np.zeros(64, U32)
+    out = np.zeros(3 * 64, U32)
     report = run(
         """mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mov.u32 %r3, 0;
         LOOP: add.u32 %r3, %r3, 1; setp.le.u32 %p1, %r3, %r2; @%p1 bra LOOP; """
-        + store("%r3"),
+        + store("%r3").replace(" ld.param", " mov.u32 %r71, %ctaid.x; mad.lo.u32 %r70, %r71, 64, %r70; ld.param"),
         out,
         block=64,
         grid=3,

@@ -204,3 +204,40 @@ def test_sectors_are_counted_once():
     )
     report = run(body, source, out)
     assert (report.sectors_read, report.sectors_written) == (4 + 1 + 4, 4)
+
+
+@pytest.mark.parametrize("space", ["global", "shared"])
+def test_float_atomics_flush_subnormals_in_global_memory_only(space):
+    """PTX ISA, "atom": subnormal inputs and results of .add.f32 become zeros of their sign in global memory."""
+    smallest, tiny = np.float32(2.0**-126), np.float32(-(2.0**-130))
+    start = np.repeat(np.array([tiny, smallest, 1.0, smallest], np.float32), 8)
+    term = np.repeat(np.array([tiny, tiny, tiny, -1.5 * smallest], np.float32), 8)
+    value = aligned(32, np.float32)
+    value[...] = start
+    body = """ld.param.u64 %d1, [p0]; ld.param.u64 %d2, [p1]; mov.u32 %r1, %tid.x; mul.wide.u32 %d3, %r1, 4;
+    add.u64 %d4, %d1, %d3; add.u64 %d5, %d2, %d3; ld.global.b32 %r2, [%d5]; ld.global.b32 %r4, [%d4];
+    mov.u32 %r3, smem; mad.lo.u32 %r3, %r1, 4, %r3; st.shared.b32 [%r3], %r4; """
+    at = {"global": "%d4", "shared": "%r3"}[space]
+    body += f"red.{space}.add.f32 [{at}], %r2; ld.{space}.b32 %r5, [{at}]; st.global.b32 [%d4], %r5;"
+    run(body, value, term, module=MODULE, dynamic_smem=128)
+    flush = (lambda x: np.where(abs(x) < smallest, np.copysign(np.float32(0), x), x)) if space == "global" else (
+        lambda x: x)
+    expected = flush(flush(start) + flush(term))
+    assert np.array_equal(value.view(np.uint32), expected.view(np.uint32))
+
+
+# ---------------------------------------------------------------- CTAs of a cluster
+REMOTE = """mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r3, %cluster_ctarank; xor.b32 %r4, %r3, 1;
+mapa.shared::cluster.u32 %r5, %r2, %r4; shl.b32 %r6, %r1, 2; add.u32 %r5, %r5, %r6; add.u32 %r7, %r2, %r6;
+{start} st.shared::cluster.b32 [%r5], %r1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+ld.shared.b32 %r8, [%r7];"""
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1"])
+def test_memory_of_another_cta_wants_a_cluster_barrier_first(schedule):
+    options = {"grid": 2, "cluster": 2, "module": MODULE, "dynamic_smem": 128, "schedule": schedule}
+    for kind in ("", ".relaxed"):
+        start = f"barrier.cluster.arrive{kind}.aligned; barrier.cluster.wait.aligned;"
+        run(REMOTE.format(start=start), np.zeros(1, np.uint32), **options)
+    with pytest.raises(emu.RaceError, match="may not have started: a cluster barrier comes first"):
+        run(REMOTE.format(start=""), np.zeros(1, np.uint32), **options)

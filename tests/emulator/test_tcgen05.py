@@ -364,3 +364,39 @@ def test_allocation_waits_for_columns():
 def test_wrong_shapes_are_refused(kind, m, n, says):
     with pytest.raises(emu.DescriptorError, match=says):
         product(matrices(128, 16), matrices(64, 16), kind, m, n, columns=64)
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "says"),
+    [
+        ("@%p3 bra X; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+4], 128; X:",
+            emu.TensorMemoryError, "128 columns after one of 64"),
+        ("@%p3 bra X; tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned; X:", emu.TensorMemoryError,
+            "cta_group::2 after cta_group::1"),
+        (FREE.replace("cta_group::1", "cta_group::2"), emu.TensorMemoryError, "cta_group::2 after cta_group::1"),
+        (FILL + "and.b32 %r7, %r1, 1; add.u32 %r7, %r6, %r7; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r9}, [%r7];",
+            emu.DivergenceError, "do not agree on the TMEM address"),
+    ],
+)  # fmt: skip
+def test_operands_that_break_the_rules_of_tensor_memory(code, error, says):
+    with pytest.raises(error, match=says):
+        run(ALLOC + code + FREE, aligned(128, np.uint32), block=128, module=MODULE, dynamic_smem=16)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1"])
+def test_commit_by_another_warp_does_not_cover_a_product(monkeypatch, schedule):
+    a, b, plain = matrices(128, 16), matrices(64, 16, seed=1), run
+
+    def committed_by(thread):
+        other = f"ISSUED: bar.sync 3; setp.ne.u32 %p8, %r1, {thread}; @%p8 bra LEFT; tcgen05.commit"
+
+        def edited(body, *arrays, **options):
+            body = body.replace("ISSUED:", "LEFT:").replace("tcgen05.commit", other)
+            return plain(body, *arrays, schedule=schedule, **options)
+
+        monkeypatch.setattr("test_tcgen05.run", edited)
+        return product(a, b, "bf16", 128, 64)
+
+    assert np.array_equal(committed_by(0), a[0] @ b[0].T)
+    with pytest.raises(emu.RaceError, match="the tensor core for warp 0"):
+        committed_by(32)

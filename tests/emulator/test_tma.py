@@ -297,3 +297,39 @@ def test_a_group_that_some_threads_left_pending_is_found(schedule, old, new):
 def test_waits_that_leave_many_groups_are_refused():
     with pytest.raises(emu.UnsupportedInstruction, match="16 groups"):
         run("cp.async.bulk.wait_group 16;")
+
+
+# ---------------------------------------------------------------- copies between the CTAs of a cluster
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+# Each CTA sends its first 128 bytes to the other one's next 128.
+TO_PEER = """ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r3, %cluster_ctarank;
+add.u32 %r20, %r2, 256; setp.ne.u32 %p1, %r1, 0; shl.b32 %r7, %r1, 2; add.u32 %r8, %r2, %r7; st.shared.u32 [%r8], %r1;
+fence.proxy.async.shared::cta; bar.warp.sync -1; @%p1 bra A; mbarrier.init.shared.b64 [%r20], 1;
+fence.mbarrier_init.release.cluster; A: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+xor.b32 %r5, %r3, 1; mapa.shared::cluster.u32 %r10, %r2, %r5; mapa.shared::cluster.u32 %r11, %r20, {rank};
+add.u32 %r10, %r10, 128; @%p1 bra B; mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 128;
+cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r10], [%r2], 128, [%r11];
+B: {wait} {meet} {then}"""
+AWAIT = "W: mbarrier.try_wait.parity.shared.b64 %p6, [%r20], 0; @!%p6 bra W;"
+
+
+def to_peer(rank="%r5", wait=AWAIT, meet=MEET, then="", schedule="lazy"):
+    body = TO_PEER.format(rank=rank, wait=wait, meet=meet, then=then)
+    run(body, np.zeros(1, np.uint32), grid=2, cluster=2, module=MODULE, dynamic_smem=512, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1"])
+def test_source_of_a_copy_to_a_peer_is_free_once_its_barrier_is_complete(schedule):
+    to_peer(then="st.shared.u32 [%r8], %r1;", schedule=schedule)
+    with pytest.raises(emu.RaceError, match="writes what an asynchronous copy that signals phase 0"):
+        to_peer(meet="", then="st.shared.u32 [%r8], %r1;" + MEET, schedule=schedule)
+
+
+def test_exit_while_a_copy_to_a_peer_reads_is_reported():
+    with pytest.raises(emu.EmulationError, match="still reads its shared memory|have all exited"):
+        to_peer(meet="", wait="@%p1 bra D; setp.eq.u32 %p4, %r3, 1; @%p4 bra D;" + AWAIT + "D:")
+
+
+def test_barrier_of_another_cta_than_the_data_is_reported():
+    with pytest.raises(emu.BarrierError, match="both must be in one CTA"):
+        to_peer(rank="%r3")

@@ -132,3 +132,23 @@ def test_a_operand_written_after_a_fence_is_advice_of_the_strict_mode():
     product(a, b, a_registers=True, fence=late)
     with pytest.raises(emu.AsyncRegisterError, match="advice.*wgmma.fence"):
         product(a, b, a_registers=True, fence=late, hazards="strict")
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1"])
+def test_exit_with_a_product_in_flight_is_reported(monkeypatch, schedule):
+    cut, plain = "wgmma.commit_group.sync.aligned;", run
+    monkeypatch.setattr("test_wgmma.run", lambda body, *arrays, **options: plain(body.split(cut)[0] + cut, *arrays,
+        **options))
+    with pytest.raises(emu.LeakError, match="wgmma.wait_group comes first"):
+        product(matrices(64, 16), matrices(64, 16, seed=1), schedule=schedule)
+
+
+def test_descriptors_that_differ_between_lanes_are_reported(monkeypatch):
+    plain = run
+
+    def edited(body, *arrays, **options):
+        uneven = "and.b32 %r9, %r1, 1; cvt.u64.u32 %d20, %r9; add.u64 %d11, %d11, %d20; wgmma.mma_async"
+        return plain(body.replace("wgmma.mma_async", uneven), *arrays, **options)
+    monkeypatch.setattr("test_wgmma.run", edited)
+    with pytest.raises(emu.DivergenceError, match="do not agree on the descriptor of B"):
+        product(matrices(64, 16), matrices(64, 16, seed=1))

@@ -3,6 +3,7 @@
 #include "hazard.h"
 #include "global.h"
 #include "memory.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,10 +11,16 @@
 enum { AT_ADD, AT_MIN, AT_MAX, AT_AND, AT_OR, AT_XOR, AT_EXCH, AT_CAS, AT_INC, AT_DEC };
 enum { TY_UNSIGNED, TY_SIGNED, TY_F32, TY_F64, TY_F16, TY_BF16 };
 
+// PTX ISA, "atom": .add.f32 in global memory flushes subnormal numbers to zeros of their sign.
+static float flushed(float x) {
+  return x < 0x1p-126f && x > -0x1p-126f ? copysignf(0, x) : x;
+}
+
 static float combine_float(float a, float b, uint32_t what) {
   if (what == AT_ADD) return a + b;
   if (a != a) return b;
   if (b != b) return a;
+  if (a == b) return (what == AT_MIN) == (signbit(a) != 0) ? a : b;      // -0 is below +0
   return what == AT_MIN ? (a < b ? a : b) : (a > b ? a : b);
 }
 
@@ -28,14 +35,14 @@ static uint64_t combine_halves(uint64_t x, uint64_t y, uint32_t what, uint32_t s
 }
 
 static uint64_t combine(uint64_t x, uint64_t y, uint64_t compare, uint32_t what, uint32_t type,
-                        uint32_t size) {
+                        uint32_t size, int ftz) {
   if (what == AT_EXCH) return y;
   if (what == AT_CAS) return x == compare ? y : x;
   if (type == TY_F16 || type == TY_BF16) return combine_halves(x, y, what, size, type == TY_BF16);
   if (type == TY_F32) {
     float a, b;
     memcpy(&a, &x, 4), memcpy(&b, &y, 4);
-    a = combine_float(a, b, what);
+    a = ftz ? flushed(flushed(a) + flushed(b)) : a + b;
     uint64_t r = 0;
     memcpy(&r, &a, 4);
     return r;
@@ -85,7 +92,7 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
       uint64_t old = 0, new;
       memcpy(&old, r.at[l] + j * size, size);
       new = combine(old, get(w, value[j], l, size), what == AT_CAS ? get(w, refs[1], l, size) : 0, what,
-                    type, size);
+                    type, size, !is_shared(op, &r, l));
       memcpy(r.at[l] + j * size, &new, size);
       if (new != old) made_progress(w->launch);
       if (!(sub >> 18 & 1)) continue;

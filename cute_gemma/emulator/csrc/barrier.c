@@ -28,7 +28,12 @@ Mbarrier *mbar_find(Warp *w, const Op *op, Cta *cta, uint32_t offset) {
 // A thread may use a barrier only after its initialisation, as ordered by some other barrier or a cluster
 // barrier.
 static int after_init(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) {
-  if (warp_ordered(w, b->init_comp, b->init_epoch)) return 1;
+  if (warp_ordered(w, b->init_comp, b->init_epoch)) {
+    const uint32_t comp = warp_comp(w, C_WARP);
+    if (w->launch->hazards)
+      clock_g(cta->cluster, b->used)[comp] = clock_g(cta->cluster, state(w)->clock)[comp];
+    return 1;
+  }
   char who[128];
   comp_name(cluster_of(w), b->init_comp, b->init_epoch, who, sizeof who);
   fault(w, op, FAULT_RACE, "uses the mbarrier at 0x%x of CTA rank %u, which %s initialised at PTX line %u, "
@@ -137,6 +142,7 @@ Status exec_mbar_init(Warp *w, const Op *op, uint32_t mask) {
       *b = (Mbarrier){.offset = offset, .cur = NO_CLOCK, .done = NO_CLOCK};
       cta->mbar_index[offset / 8] = (uint16_t)cta->nmbars;
       if (w->launch->hazards) {
+        b->used = clock_new(cta->cluster);
         b->cur = clock_new(cta->cluster);
         b->done = clock_new(cta->cluster);
         b->comp = comp_new(cta->cluster);
@@ -157,13 +163,27 @@ Status exec_mbar_init(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
+// What ends the barrier comes after every other use of it.
+static int last_use(Warp *w, const Op *op, const Mbarrier *b) {
+  Cluster *c = cluster_of(w);
+  for (uint32_t i = 0; w->launch->hazards && i < c->nwarps; i++) {
+    if (clock_g(c, b->used)[i] <= clock_g(c, state(w)->clock)[i]) continue;
+    char who[128];
+    comp_name(c, i, 0, who, sizeof who);
+    fault(w, op, FAULT_RACE, "mbarrier.inval on the mbarrier at 0x%x, which %s uses with nothing that orders the "
+          "two", b->offset, who);
+    return 0;
+  }
+  return 1;
+}
+
 Status exec_mbar_inval(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   EACH_LANE(l, mask) {
     uint32_t address = REG32(w, refs[0])[l] + (uint32_t)op->imm;
     Cta *cta = shared_target(w, op, address, 8, 8, 0);
     Mbarrier *b = cta ? mbar_find(w, op, cta, address & SMEM_OFFSET) : NULL;
-    if (!b || !after_init(w, op, cta, b)) return ST_FAULT;
+    if (!b || !after_init(w, op, cta, b) || !last_use(w, op, b)) return ST_FAULT;
     if (b->inflight)
       return fault(w, op, FAULT_BARRIER, "mbarrier.inval on the mbarrier at 0x%x while %u asynchronous "
                    "copies that signal it are in flight",
@@ -310,7 +330,7 @@ Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
 static void named_complete(Warp *w, NamedBarrier *b, uint32_t id) {
   b->result_any = b->any, b->result_all = !b->some_false, b->result_count = b->count;
   b->arrived = b->any = b->some_false = b->count = 0;
-  b->expected = 0;
+  b->expected = b->warps = 0;
   if (tracing) trace_complete(&b->stamp);
   if (w->launch->hazards) {
     Cluster *c = cluster_of(w);
@@ -338,6 +358,8 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   Waiting *slot = &state(w)->wait[w->current];
   const uint32_t id = REG32(w, refs[0])[first_lane(mask)], kind = op->sub & 3;
+  if (!uniform(w, op, refs[0], mask, 32, "the barrier") ||
+      (op->sub & 4 && !uniform(w, op, refs[1], mask, 32, "the thread count"))) return ST_FAULT;
   if (id >= NAMED_BARRIERS)
     return fault(w, op, FAULT_BARRIER, "barrier %u: there are %u", id, NAMED_BARRIERS);
   NamedBarrier *b = &w->cta->named[id];
@@ -355,11 +377,18 @@ Status exec_bar(Warp *w, const Op *op, uint32_t mask) {
     return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, which is no multiple of 32 within the "
                  "CTA's %u", id, threads,
                  w->launch->nwarps * LANES);
-  if (b->arrived && b->expected && counted && b->expected != threads)
+  if (b->arrived && (counted || b->counted) && b->expected != threads)
     return fault(w, op, FAULT_BARRIER, "barrier %u with %u threads, while others came to it with %u", id,
                  threads, b->expected);
+  if (b->arrived && b->reduces != (kind == 2))
+    return fault(w, op, FAULT_BARRIER, "barrier %u: barrier.red together with barrier.sync or .arrive", id);
+  if (b->warps >> w->id & 1)
+    return fault(w, op, FAULT_BARRIER, "barrier %u: the warp comes to it a second time before it is complete",
+                 id);
   b->expected = threads;
   b->counted = (uint8_t)counted;
+  b->reduces = kind == 2;
+  b->warps |= 1u << w->id;
   if (tracing) trace_arrive(&b->stamp);
   if (w->launch->hazards) {
     if (b->cur == NO_CLOCK) b->cur = clock_new(cluster_of(w));
@@ -425,6 +454,8 @@ Status exec_bar_cluster(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
+static void registers_left(Warp *w);
+
 // Threads that have exited no longer count at barriers that name no thread count.
 void barriers_warp_exit(Warp *w) {
   Cluster *c = cluster_of(w);
@@ -442,6 +473,10 @@ void barriers_warp_exit(Warp *w) {
   if (w->launch->hazards && bulk_unread(&s->bulk))
     fault(w, NULL, FAULT_LEAK, "the warp exits while bulk copies may still read shared memory: "
           "cp.async.bulk.wait_group[.read] comes first");
+  if (w->launch->hazards && s->wgmma_head)
+    fault(w, NULL, FAULT_LEAK, "the warp exits while wgmma.mma_async may still read shared memory: "
+          "wgmma.wait_group comes first");
+  if (w->launch->hazards) registers_left(w);
 }
 
 // ---------------------------------------------------------------- fences, grid dependency, the rest
@@ -471,15 +506,43 @@ Status exec_nothing(Warp *w, const Op *op, uint32_t mask) {
   return ST_NEXT;
 }
 
+// All warps of a warpgroup run the same setmaxnreg, and meet before the next one.
+static int registers_agree(Warp *w, const Op *op) {
+  const WarpState *s = state(w);
+  const uint32_t first = w->id & ~3u, nwarps = w->launch->nwarps;
+  for (uint32_t i = first; i < first + 4 && i < nwarps; i++) {
+    const WarpState *o = &w->cta->states[i];
+    const char *wrong = o->setmaxnregs < s->setmaxnregs ? "has not run the one before"
+        : o->setmaxnregs > s->setmaxnregs && o->registers != (uint32_t)op->imm ? "asked for another number" : NULL;
+    if (!wrong) continue;
+    fault(w, op, FAULT_ILLEGAL, "setmaxnreg is for all warps of a warpgroup alike: warp %u %s", i, wrong);
+    return 0;
+  }
+  return 1;
+}
+
+// A warp that leaves has run setmaxnreg as often as those of its warpgroup that have left.
+static void registers_left(Warp *w) {
+  const uint32_t first = w->id & ~3u;
+  for (uint32_t i = first; i < first + 4 && i < w->launch->nwarps; i++)
+    if (w->cta->states[i].exited && w->cta->states[i].setmaxnregs != state(w)->setmaxnregs) {
+      fault(w, NULL, FAULT_ILLEGAL, "setmaxnreg is for all warps of a warpgroup alike: this warp ran %u of them, "
+            "warp %u %u", state(w)->setmaxnregs, i, w->cta->states[i].setmaxnregs);
+      return;
+    }
+}
+
 // setmaxnreg. imm: registers a thread; sub: 1 for .inc, which waits until other warps have given up enough.
 Status exec_setmaxnreg(Warp *w, const Op *op, uint32_t mask) {
   (void)mask;
   WarpState *s = state(w);
   const uint32_t wanted = (uint32_t)op->imm;
+  if (w->launch->hazards && !registers_agree(w, op)) return ST_FAULT;
   if (op->sub ? wanted < s->registers : wanted > s->registers) {
     if (op->sub || w->launch->nwarps * LANES >= 256)
       return fault(w, op, FAULT_ILLEGAL, "setmaxnreg.%s to %u registers, from at most %u", op->sub ? "inc"
                    : "dec", wanted, s->registers);
+    s->setmaxnregs++;
     return ST_NEXT;
   }
   if (op->sub) {
@@ -491,5 +554,6 @@ Status exec_setmaxnreg(Warp *w, const Op *op, uint32_t mask) {
     wake(cluster_of(w), w->cta, WAIT_REGISTERS, NULL, 0);
   }
   s->registers = wanted;
+  s->setmaxnregs++;
   return ST_NEXT;
 }

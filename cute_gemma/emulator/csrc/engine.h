@@ -22,7 +22,7 @@ typedef struct Async Async;
 enum {
   C_WARP, C_CP_ASYNC,               // what the generic proxy writes comes first: `a` covers only these two
   // mbarrier.init; acquires from other clusters
-  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_REMOTE, C_PER_WARP
+  C_BULK_READ, C_BULK_WRITE, C_TMEM_LD, C_TMEM_ST, C_WGMMA, C_INIT, C_REMOTE, C_PIPE, C_PER_WARP
 };
 typedef uint32_t ClockId;           // index into Cluster.clocks
 #define NO_CLOCK 0xffffffffu
@@ -70,6 +70,7 @@ typedef struct {                    // an mbarrier
   uint32_t last_copy, observed;
   uint32_t last_commit;             // the last phase that a commit of another CTA signalled
   ClockId cur, done;                // joined from arrivals so far; the same at the last completion
+  ClockId used;                     // each warp's latest use
   Stamp stamp;
   uint16_t comp;                    // component: its epoch is the number of completed phases
   uint16_t init_comp; uint32_t init_epoch, init_line;
@@ -84,6 +85,8 @@ typedef struct {
   ClockId cur, done;
   Stamp stamp;
   uint8_t counted;                  // came with an explicit thread count
+  uint8_t reduces;                  // whether barrier.red comes to it
+  uint32_t warps;                   // that have arrived
 } NamedBarrier;
 
 // ---------------------------------------------------------------- a warp, a CTA, a cluster
@@ -132,7 +135,7 @@ typedef struct {                    // Warp.engine
   uint32_t npending; uint64_t *pending;   // registers in flight, one bit a SLOT
   BulkGroups bulk;
   Groups cp, wgmma, ld, st;
-  uint32_t registers;               // a thread, as setmaxnreg counts them
+  uint32_t registers, setmaxnregs;  // a thread, as setmaxnreg counts them; how often it has run
   ClockId tensor_clock;             // strict checks: what a tcgen05.fence::after_thread_sync has ordered
   uint32_t acquires;                // of what other clusters released
   struct Snapshot *fenced_snapshot;
@@ -168,7 +171,7 @@ struct Cta {
   Async *pipe_head, *pipe_tail;              // queued tensor operations, in order
   uint32_t free_registers;                   // of the CTA's pool, given up by setmaxnreg.dec
   // tmem_group: 1 + whether allocations are for a pair; 0: none yet
-  uint32_t grid_waited, tmem_group;
+  uint32_t grid_waited, tmem_group, tmem_last_columns;
   uint32_t last_d, last_d_epoch, last_d_comp, last_d_columns, last_d_warp;   // the accumulator checked last
 };
 
@@ -255,6 +258,8 @@ void wake(Cluster *c, const Cta *cta, WaitKind kind, const void *what, uint32_t 
 void made_progress(Launch *launch);
 
 // memory.c
+// 0: a fault, since the lanes do not agree on an operand of `bits` that is the warp's
+int uniform(Warp *w, const Op *op, int32_t ref, uint32_t mask, uint32_t bits, const char *what);
 int global_check(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write);    // 0 when it faulted
 int grid_waited(Warp *w);            // griddepcontrol.wait is ordered before here, or nothing needs it
 // as of when it was issued

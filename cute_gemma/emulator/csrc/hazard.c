@@ -8,7 +8,7 @@
 static uint32_t round16(uint32_t n) { return (n + 15) & ~15u; }
 
 int clocks_init(Cluster *c) {
-  c->comp_cap = round16(C_PER_WARP * c->nwarps + c->launch->cluster_size + 1 + 32 * c->launch->cluster_size);
+  c->comp_cap = round16(C_PER_WARP * c->nwarps + 1 + 32 * c->launch->cluster_size);
   c->stride = c->comp_cap + round16(3 * c->nwarps);
   c->clock_cap = c->nwarps + 96 * c->launch->cluster_size;
   c->clocks = calloc((size_t)c->clock_cap * c->stride, sizeof *c->clocks);
@@ -19,7 +19,7 @@ int clocks_init(Cluster *c) {
 void clocks_reset(Cluster *c) {
   memset(c->clocks, 0, (size_t)c->nclocks * c->stride * sizeof *c->clocks);
   c->nclocks = c->nfree = 0;
-  c->ncomps = C_PER_WARP * c->nwarps + c->launch->cluster_size + 1;
+  c->ncomps = C_PER_WARP * c->nwarps + 1;
   for (uint32_t i = 0; i < c->nextra; i++) c->extra[i].count = c->extra[i].writes = 0;
   c->nextra_used = 0;
   c->extra_free = 0;
@@ -101,6 +101,8 @@ void clock_fence(Warp *w) {
 void clock_release_relaxed(Warp *w, ClockId into) {
   if (!w->launch->hazards) return;
   WarpState *s = state(w);
+  uint32_t *started = &clock_g(cluster_of(w), into)[warp_comp(w, C_WARP)];
+  if (!*started) *started = 1;
   uint32_t *inits = &clock_g(cluster_of(w), into)[warp_comp(w, C_INIT)];
   if (*inits < s->fenced_inits) *inits = s->fenced_inits;
   clock_join(cluster_of(w), into, s->fenced);
@@ -213,7 +215,8 @@ void lanes_restore(Warp *w, uint32_t was) {
 void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_t size) {
   static const char *const kinds[] = {"", "cp.async of ", "a bulk copy (reading) of ",
                                       "a bulk copy (writing) of ",
-                                      "tcgen05.ld of ", "tcgen05.st of ", "wgmma of ", "", ""};
+                                      "tcgen05.ld of ", "tcgen05.st of ", "wgmma of ", "", "",
+                                      "the tensor core for "};
   const uint32_t n = c->nwarps, per = c->nwarps / c->launch->cluster_size;
   if (comp < C_PER_WARP * n) {
     uint32_t index = comp % n;
@@ -221,10 +224,6 @@ void comp_name(const Cluster *c, uint32_t comp, uint32_t epoch, char *out, size_
       snprintf(out, size, "%swarp %u of CTA rank %u", kinds[comp / n], index % per, index / per);
     else
       snprintf(out, size, "%swarp %u", kinds[comp / n], index);
-    return;
-  }
-  if (comp < C_PER_WARP * n + c->launch->cluster_size) {
-    snprintf(out, size, "the tensor core (commit group %u)", epoch);
     return;
   }
   for (uint32_t r = 0; r < c->launch->cluster_size; r++)
@@ -265,11 +264,11 @@ static const char *missing(const Cluster *c, uint32_t comp) {
     case C_TMEM_ST: return "tcgen05.wait::st by that warp, before the barrier or arrive that hands the TMEM "
         "on, must come between";
     case C_WGMMA: return "wgmma.wait_group by that warp must come between";
+    case C_PIPE: return "waiting for an mbarrier that a later tcgen05.commit by that warp signals must come "
+        "between";
   }
-  if (comp < C_PER_WARP * c->nwarps) return "a barrier must come between";
-  return comp < C_PER_WARP * c->nwarps + c->launch->cluster_size
-             ? "waiting for an mbarrier that a later tcgen05.commit signals must come between"
-             : "waiting for that phase must come between";
+  return comp < C_PER_WARP * c->nwarps ? "a barrier must come between" : "waiting for that phase must come "
+      "between";
 }
 
 static int conflict(Cta *cta, Shadow *s, uint32_t mask, int write, const Agent *x, uint16_t comp,

@@ -16,9 +16,12 @@ static inline uint32_t *clock_global(const Cluster *c, ClockId id) { return cloc
 static inline uint32_t warp_comp(const Warp *w, uint32_t kind) {
   return kind * w->cta->cluster->nwarps + state(w)->index;
 }
-static inline uint32_t pipe_comp(const Cta *cta) { return C_PER_WARP * cta->cluster->nwarps + cta->rank; }
-static inline uint32_t grid_comp(const Cluster *c) {
-  return C_PER_WARP * c->nwarps + c->launch->cluster_size;
+static inline uint32_t grid_comp(const Cluster *c) { return C_PER_WARP * c->nwarps; }
+// both are what the tensor core of one CTA does: it keeps the order of issue
+static inline int same_pipe(const Cluster *c, uint32_t x, uint32_t y) {
+  const uint32_t from = C_PIPE * c->nwarps, per = c->launch->nwarps;
+  return x == y || (x >= from && y >= from && x < from + c->nwarps && y < from + c->nwarps &&
+                    (x - from) / per == (y - from) / per);
 }
 static inline int generic_comp(const Cluster *c, uint32_t comp) { return comp < 2 * c->nwarps; }
 
@@ -65,7 +68,7 @@ int warp_ordered(Warp *w, uint32_t comp, uint32_t epoch);  // 1 with hazards off
 // proxy too.
 static inline int access_before(const Cluster *c, const Agent *x, uint32_t comp, uint32_t epoch,
                                 int other_write) {
-  if (comp == x->comp && x->fifo) return 1;
+  if (x->fifo && same_pipe(c, comp, x->comp)) return 1;
   if (x->async && other_write && generic_comp(c, comp)) return x->a[comp] >= epoch;
   return x->g[comp] >= epoch;
 }

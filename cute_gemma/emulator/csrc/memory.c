@@ -5,6 +5,15 @@
 #include <string.h>
 
 // ---------------------------------------------------------------- shared memory
+// Something that a warp of the CTA did, if only to start, is ordered before here.
+static int knows_started(const Warp *w, const Cta *cta) {
+  if (!w->launch->hazards) return 1;
+  const uint32_t *g = clock_g(cluster_of(w), state(w)->clock) + cta->rank * w->launch->nwarps;
+  for (uint32_t i = 0; i < w->launch->nwarps; i++)
+    if (g[i]) return 1;
+  return 0;
+}
+
 Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint32_t align, int any_rank) {
   uint32_t rank = address >> SMEM_RANK_SHIFT, offset = address & SMEM_OFFSET;
   Cluster *c = cluster_of(w);
@@ -28,7 +37,21 @@ Cta *shared_target(Warp *w, const Op *op, uint32_t address, uint32_t bytes, uint
     fault(w, op, FAULT_MEMORY, "touches shared memory of CTA rank %u, whose threads have all exited", rank);
     return NULL;
   }
-  return cta;
+  if (rank == w->cta->rank || knows_started(w, cta)) return cta;
+  fault(w, op, FAULT_RACE, "touches shared memory of CTA rank %u, which may not have started: a cluster barrier "
+        "comes first", rank);
+  return NULL;
+}
+
+int uniform(Warp *w, const Op *op, int32_t ref, uint32_t mask, uint32_t bits, const char *what) {
+  const uint32_t first = first_lane(mask);
+  EACH_LANE(l, mask) {
+    if (bits == 64 ? REG64(w, ref)[l] == REG64(w, ref)[first] : REG32(w, ref)[l] == REG32(w, ref)[first])
+      continue;
+    fault(w, op, FAULT_DIVERGENCE, "lanes %u and %u do not agree on %s", first, l, what);
+    return 0;
+  }
+  return 1;
 }
 
 // Wavefronts: in each group of lanes that together ask for 128 bytes, the largest number of distinct words in

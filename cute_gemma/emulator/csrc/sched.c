@@ -321,6 +321,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   for (uint32_t i = 0; i < cta->nmbars; i++) cta->mbar_index[cta->mbars[i].offset / 8] = 0;
   cta->nmbars = 0;
   cta->exited = cta->tmem_in_use = cta->relinquished = cta->tmem_group = 0;
+  cta->tmem_last_columns = 0;
   cta->grid_waited = cta->last_d_epoch = 0;
   cta->pipe_head = cta->pipe_tail = NULL;
   memset(cta->tmem_allocated, 0, sizeof cta->tmem_allocated);
@@ -357,7 +358,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     if (launch->hazards == HAZARDS_STRICT) s->tensor_clock = clock_new(c);
     if (launch->hazards) {
       s->clock = clock_new(c);
-      clock_g(c, s->clock)[warp_comp(w, C_WARP)] = 1;
+      clock_g(c, s->clock)[warp_comp(w, C_WARP)] = 2;      // 1: it has started
     }
     interp_start(w, launch->program, &start);
     if (tracing) trace_start(w);

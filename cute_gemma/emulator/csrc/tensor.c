@@ -32,6 +32,13 @@ static int tmem_make(Cta *cta) {
   return cta->tmem != NULL;
 }
 
+// All tcgen05 operations of a kernel name one cta_group.
+static int same_group(Warp *w, const Op *op, uint32_t pair) {
+  if (!w->cta->tmem_group || w->cta->tmem_group == 1 + pair) return 1;
+  fault(w, op, FAULT_TMEM, "cta_group::%u after cta_group::%u in the same kernel", 1 + pair, w->cta->tmem_group);
+  return 0;
+}
+
 static int power_of_two_columns(uint32_t n) { return n >= 32 && n <= TMEM_COLUMNS && !(n & (n - 1)); }
 
 // tcgen05.alloc. sub 1: cta_group::2. Refs: shared address that receives the TMEM address, columns. imm:
@@ -41,14 +48,17 @@ Status exec_tc_alloc(Warp *w, const Op *op, uint32_t mask) {
   const uint32_t lane = first_lane(mask), columns = REG32(w, refs[1])[lane], to = REG32(w, refs[0])[lane] +
       (uint32_t)op->imm;
   Cta *cta = w->cta, *target = shared_target(w, op, to, 4, 4, 0);
-  if (!target) return ST_FAULT;
+  if (!target || !uniform(w, op, refs[0], mask, 32, "the address") ||
+      !uniform(w, op, refs[1], mask, 32, "the columns")) return ST_FAULT;
   if (!power_of_two_columns(columns))
     return fault(w, op, FAULT_TMEM, "tcgen05.alloc of %u columns: a power of two from 32 to 512 is wanted",
                  columns);
   if (cta->relinquished)
     return fault(w, op, FAULT_TMEM, "tcgen05.alloc after tcgen05.relinquish_alloc_permit");
-  if (cta->tmem_group && cta->tmem_group != 1 + (op->sub & 1))
-    return fault(w, op, FAULT_TMEM, "tcgen05.alloc with another cta_group than before in the same kernel");
+  if (!same_group(w, op, op->sub & 1)) return ST_FAULT;
+  if (cta->tmem_last_columns && columns > cta->tmem_last_columns)
+    return fault(w, op, FAULT_TMEM, "tcgen05.alloc of %u columns after one of %u: later ones must not be larger",
+                 columns, cta->tmem_last_columns);
   tmem_make(cta);
   uint32_t column = 0;
   for (; column < TMEM_COLUMNS; column += columns) {
@@ -59,6 +69,7 @@ Status exec_tc_alloc(Warp *w, const Op *op, uint32_t mask) {
   }
   if (column == TMEM_COLUMNS) return block(w, op, &(Waiting){.kind = WAIT_TMEM});
   cta->tmem_group = 1 + (op->sub & 1);
+  cta->tmem_last_columns = columns;
   set_allocated(cta, column, columns, 1);
   cta->tmem_alloc_size[column] = (uint16_t)columns;
   cta->tmem_in_use += columns;
@@ -73,6 +84,8 @@ Status exec_tc_dealloc(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t lane = first_lane(mask), column = REG32(w, refs[0])[lane], columns = REG32(w, refs[1])[lane];
   Cta *cta = w->cta;
+  if (!same_group(w, op, op->sub & 1) || !uniform(w, op, refs[0], mask, 32, "the TMEM address") ||
+      !uniform(w, op, refs[1], mask, 32, "the columns")) return ST_FAULT;
   if (column >= TMEM_COLUMNS || !power_of_two_columns(columns) || cta->tmem_alloc_size[column] != columns ||
       !allocated(cta, column, columns))
     return fault(w, op, FAULT_TMEM, "tcgen05.dealloc of %u columns at 0x%x, which is no allocation", columns,
@@ -90,9 +103,9 @@ Status exec_tc_dealloc(Warp *w, const Op *op, uint32_t mask) {
 }
 
 Status exec_tc_relinquish(Warp *w, const Op *op, uint32_t mask) {
-  (void)op, (void)mask;
+  (void)mask;
   w->cta->relinquished = 1;
-  return ST_NEXT;
+  return same_group(w, op, op->sub & 1) ? ST_NEXT : ST_FAULT;
 }
 
 static int tmem_check(Warp *w, const Op *op, const Cta *cta, uint32_t column, uint32_t count,
@@ -171,6 +184,7 @@ Status exec_tc_ld(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   WarpState *s = state(w);
   TmemAccess t;
+  if (!uniform(w, op, refs[0], mask, 32, "the TMEM address")) return ST_FAULT;
   if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.ld", &t))
     return ST_FAULT;
   if (w->launch->hazards) {
@@ -198,6 +212,7 @@ Status exec_tc_st(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   WarpState *s = state(w);
   TmemAccess t;
+  if (!uniform(w, op, refs[0], mask, 32, "the TMEM address")) return ST_FAULT;
   if (!tmem_access(w, op, REG32(w, refs[0])[first_lane(mask)] + (uint32_t)op->imm, "tcgen05.st", &t))
     return ST_FAULT;
   if (w->launch->hazards) {
@@ -345,7 +360,7 @@ static Status check_mma(Async *a, const Shape *s) {
   if ((wrong = layout_of(a->mma.b, s->mn_b, s->element, &lb)))
     return fault(w, a->op, FAULT_DESCRIPTOR, "the descriptor of B %s", wrong);
   Agent x = agent_of(w, a->op);
-  x.comp = (uint16_t)pipe_comp(w->cta);
+  x.comp = (uint16_t)warp_comp(w, C_PIPE);
   x.epoch = w->cta->pipe_epoch;
   x.async = x.fifo = 1;
   Agent t = tensor_agent(w, a->op);
@@ -373,6 +388,7 @@ static Status check_mma(Async *a, const Shape *s) {
 Status exec_tc_mma(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t pair = op->sub & 1, in_tmem = op->sub >> 1 & 1;
+  if (!same_group(w, op, pair)) return ST_FAULT;
   EACH_LANE(l, mask) {
     Async *a = async_new(w->launch, A_MMA, w, op);
     a->mma.d = REG32(w, refs[0])[l] + (uint32_t)op->imm;
@@ -410,6 +426,7 @@ Status exec_tc_mma(Warp *w, const Op *op, uint32_t mask) {
 Status exec_tc_commit(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
   Cta *cta = w->cta;
+  if (!same_group(w, op, op->sub & 1)) return ST_FAULT;
   EACH_LANE(l, mask) {
     uint32_t address = REG32(w, refs[0])[l] + (uint32_t)op->imm;
     if (!shared_target(w, op, address, 8, 8, 1)) return ST_FAULT;
@@ -421,7 +438,7 @@ Status exec_tc_commit(Warp *w, const Op *op, uint32_t mask) {
                    a->arrive.multicast, w->launch->cluster_size);
     if (w->launch->hazards) {
       Cluster *c = cta->cluster;
-      clock_g(c, cta->pipe)[pipe_comp(cta)] = cta->pipe_epoch++;
+      clock_g(c, cta->pipe)[warp_comp(w, C_PIPE)] = cta->pipe_epoch++;    // of this warp alone
       a->clock = clock_new(c);
       memcpy(clock_g(c, a->clock), clock_g(c, cta->pipe), c->stride * sizeof *c->clocks);
     }

@@ -246,6 +246,8 @@ static Status issue_load(Async *a, uint32_t bytes, uint32_t tag) {
     x.tag = (uint8_t)tag;
     if (mbar_copy_issued(w, a->op, barrier[k], a->copy.mbar & SMEM_OFFSET, &x) == ST_FAULT) return ST_FAULT;
     if (w->launch->hazards && !smem_touch(data[k], a->copy.smem, bytes, 1, &x)) return ST_FAULT;
+    if (w->launch->hazards && a->kind == A_BULK_DSMEM &&
+        !smem_touch(w->cta, a->copy.other_smem, bytes, 0, &x)) return ST_FAULT;
     if (n > 1) x.epoch = 0;                     // whoever knows of one of its barriers knows that it has read
     if (!k && !global_side(a, &x, 0)) return ST_FAULT;
   }
@@ -261,6 +263,9 @@ static Status finish_load(Async *a) {
     if (load_box(a, &a->copy.map, data, n) == ST_FAULT) return ST_FAULT;
   } else {
     if (a->kind == A_BULK_LOAD && !global_check_async(a, a->copy.global, a->copy.bytes, 0)) return ST_FAULT;
+    if (a->kind == A_BULK_DSMEM && a->cta->exited)
+      return fault(w, a->op, FAULT_LEAK, "the CTA ends while a bulk copy to CTA rank %u still reads its shared "
+                   "memory", a->copy.other->rank);
     const uint8_t *from = a->kind == A_BULK_LOAD ? (const uint8_t *)a->copy.global : a->cta->smem +
         a->copy.other_smem;
     for (uint32_t k = 0; k < n; k++) memcpy(data[k]->smem + a->copy.smem, from, a->copy.bytes);
@@ -276,6 +281,14 @@ static Status finish_load(Async *a) {
 static int multicast_ok(Warp *w, const Op *op, uint32_t ranks) {
   if (ranks && !(ranks >> w->launch->cluster_size)) return 1;
   fault(w, op, FAULT_MEMORY, "multicast to CTA mask 0x%x of a cluster of %u", ranks, w->launch->cluster_size);
+  return 0;
+}
+
+// Without multicast, the barrier is in the CTA that receives the data; with cta_group::2, in its pair.
+static int barrier_fits(Warp *w, const Op *op, uint32_t to, uint32_t mbar, uint32_t pair) {
+  if ((to >> SMEM_RANK_SHIFT | pair) == (mbar >> SMEM_RANK_SHIFT | pair)) return 1;
+  fault(w, op, FAULT_BARRIER, "a copy to CTA rank %u with an mbarrier of rank %u: both must be in one CTA",
+        to >> SMEM_RANK_SHIFT, mbar >> SMEM_RANK_SHIFT);
   return 0;
 }
 
@@ -296,6 +309,7 @@ Status exec_tma_load(Warp *w, const Op *op, uint32_t mask) {
     if (op->sub & 8 && !multicast_ok(w, op, ranks)) return ST_FAULT;
     Cta *cta = shared_target(w, op, to, m->box_bytes, 128, !(op->sub & 32));
     if (!cta || !shared_target(w, op, mbar, 8, 8, !(op->sub & 32))) return ST_FAULT;
+    if (!ranks && !barrier_fits(w, op, to, mbar, op->sub >> 4 & 1)) return ST_FAULT;
     Async *a = async_new(w->launch, A_TMA_LOAD, w, op);
     a->copy.map = *m;
     for (uint32_t k = 0; k < dims; k++) a->copy.coord.at[k] = (int32_t)REG32(w, refs[4 + k])[l];
@@ -431,16 +445,12 @@ Status exec_bulk_copy(Warp *w, const Op *op, uint32_t mask) {
         (uint32_t)((uint64_t)op->imm >> 32);
     a->copy.other = shared_target(w, op, to, size, 16, 1);
     if (!a->copy.other || !shared_target(w, op, mbar, 8, 8, 1)) return ST_FAULT;
+    if (!ranks && !barrier_fits(w, op, to, mbar, 0)) return ST_FAULT;
     a->copy.smem = to & SMEM_OFFSET, a->copy.mbar = mbar, a->copy.multicast = ranks;
     if (kind == 2) {
       uint32_t from = REG32(w, refs[1])[l] + (uint32_t)op->imm2;
       if (!shared_target(w, op, from, size, 16, 0)) return ST_FAULT;
       a->copy.other_smem = from & SMEM_OFFSET;
-      Agent x = agent_of(w, op);
-      x.async = 1;
-      x.comp = (uint16_t)warp_comp(w, C_BULK_READ);
-      x.epoch = state(w)->bulk.open;
-      if (w->launch->hazards && !smem_touch(w->cta, a->copy.other_smem, size, 0, &x)) return ST_FAULT;
     }
     if (issue_load(a, size, 0) == ST_FAULT) return ST_FAULT;
   }
