@@ -224,8 +224,8 @@ static inline f32 pick_f32(f32 a, f32 b, int max, u32 sub) {
   const f32 least = a < b || (a == b && bits_f32(a) >> 31) ? a : b,
             most = a < b || (a == b && bits_f32(a) >> 31) ? b : a;
   f32 v = max ? most : least;
-  if (sub & FM_XORSIGN) v = f32_bits(bits_f32(v) | sign);
   if (a != a || b != b) v = sub & FM_NAN ? NAN : a != a ? b : a;
+  if (sub & FM_XORSIGN) v = f32_bits(bits_f32(v) | sign);
   return v == v ? v : f32_bits(CANONICAL_NAN);
 }
 
