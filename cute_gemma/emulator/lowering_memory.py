@@ -23,6 +23,10 @@ def address_bits(where: int) -> int:
     return 32 if where in (SHARED, CLUSTER) else 64
 
 
+def _in_shared(words: Words) -> bool:
+    return any(word.startswith("shared") for word in words.left)
+
+
 def semantics(words: Words, strongest: str) -> int:
     """0 weak, 1 relaxed or volatile, 2 acquire or release."""
     if words.has("weak"):
@@ -31,7 +35,7 @@ def semantics(words: Words, strongest: str) -> int:
         return 1
     for value, names in ((1, ("relaxed",)), (2, (strongest,))):
         if words.has(*names):
-            cta = words.has("cta")                  # orders nothing between CTAs
+            cta = words.has("cta") and not _in_shared(words)       # orders nothing between CTAs
             words.has(*SCOPES)
             return 1 if cta else value
     if words.has("mmio"):
@@ -139,7 +143,7 @@ def lower_atom(ins: ptx.Instruction, b: Builder) -> None:
     if kind not in _ATOMIC_TYPES:
         raise b.unsupported(f"type .{kind}")
     sem = words.choice({"relaxed": 0, "acquire": 1, "release": 2, "acq_rel": 3}, 0)
-    if words.has("cta"):
+    if words.has("cta") and not _in_shared(words):
         sem = 0
     words.has(*SCOPES)
     where, count = words.choice(WRITABLE_SPACES, GENERIC), words.choice(VECTORS, 1)

@@ -59,6 +59,8 @@ def _arrive(ins, b, words) -> None:
     address, offset, cluster = _pointer(b, words, ops.pop(0))
     words.done()
     wanted = state is not ptx.SINK
+    if wanted and "shared::cluster" in ins.words:
+        raise b.unsupported("a state of a barrier in .shared::cluster")
     value = b.src(ops[0], 32) if ops else b.imm(1, 32)
     count, tx = (b.imm(1, 32), value) if expect else (value, b.imm(0, 32))
     if len(ops) > 1 or (expect and not ops):

@@ -236,16 +236,18 @@ def test_misused_named_barriers_are_reported(first, second, says, schedule):
 
 def test_a_warp_may_arrive_for_every_phase_of_a_named_barrier():
     again = "bar.arrive 1, 64; bar.sync 2, 64; bar.arrive 1, 64;"
-    run(TWO_WARPS.format(again, "bar.sync 1, 64; bar.sync 2, 64; bar.sync 1, 64;"), np.zeros(1, np.uint32), block=64)
+    other = "bar.sync 1, 64; bar.sync 2, 64; bar.sync 1, 64;"
+    run(TWO_WARPS.format(again, other), np.zeros(1, np.uint32), block=64)
+
+
+GIVE_UP = "setmaxnreg.dec.sync.aligned.u32 40;"
 
 
 @pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
 @pytest.mark.parametrize(
     ("first", "others"),
-    [("setmaxnreg.dec.sync.aligned.u32 40;", ""),
-     ("setmaxnreg.dec.sync.aligned.u32 40;", "setmaxnreg.dec.sync.aligned.u32 48;"),
-     ("setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.dec.sync.aligned.u32 40;", "setmaxnreg.dec.sync.aligned.u32 40;")],
-)  # fmt: skip
+    [(GIVE_UP, ""), (GIVE_UP, GIVE_UP.replace("40", "48")), (GIVE_UP + GIVE_UP, GIVE_UP)],
+)
 def test_setmaxnreg_by_a_part_of_a_warpgroup_is_reported(first, others, schedule):
     with pytest.raises(emu.IllegalInstruction, match="setmaxnreg is for all warps of a warpgroup alike"):
         run(TWO_WARPS.format(first, others), np.zeros(1, np.uint32), block=128, schedule=schedule)
@@ -254,7 +256,8 @@ def test_setmaxnreg_by_a_part_of_a_warpgroup_is_reported(first, others, schedule
 @pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
 def test_ending_an_mbarrier_that_others_still_use_is_a_race(schedule):
     body = """mov.u32 %r1, %tid.x; mov.u32 %r2, smem; setp.eq.u32 %p1, %r1, 0; setp.gt.u32 %p3, %r1, 31;
-    @!%p1 bra G; mbarrier.init.shared.b64 [%r2], 1; G: bar.sync 0; @!%p1 bra W; mbarrier.arrive.shared.b64 _, [%r2];
+    @!%p1 bra G; mbarrier.init.shared.b64 [%r2], 1; G: bar.sync 0; @!%p1 bra W;
+    mbarrier.arrive.shared.b64 _, [%r2];
     W: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0; @!%p2 bra W; {} @!%p1 bra E;
     mbarrier.inval.shared.b64 [%r2]; mbarrier.init.shared.b64 [%r2], 2; E:"""
     smem = {"module": ".extern .shared .align 16 .b8 smem[];", "dynamic_smem": 16, "block": 64}
@@ -264,7 +267,46 @@ def test_ending_an_mbarrier_that_others_still_use_is_a_race(schedule):
 
 
 def test_shuffle_from_a_lane_that_does_not_take_part_is_reported():
-    body = "mov.u32 %r1, %tid.x; setp.gt.u32 %p1, %r1, 15; @%p1 bra E; shfl.sync.idx.b32 %r5, %r1, {}, 31, 0xffff; E:"
+    body = """mov.u32 %r1, %tid.x; setp.gt.u32 %p1, %r1, 15; @%p1 bra E;
+    shfl.sync.idx.b32 %r5, %r1, {}, 31, 0xffff; E:"""
     run(body.format(15), np.zeros(1, np.uint32))
     with pytest.raises(emu.DivergenceError, match="takes the value of lane 20"):
         run(body.format(20), np.zeros(1, np.uint32))
+
+
+INIT = """mov.u32 %r1, %tid.x; mov.u32 %r2, smem; setp.ne.u32 %p1, %r1, 0; @%p1 bra I;
+mbarrier.init.shared.b64 [%r2], 1; I: bar.sync 0;"""
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "says"),
+    [
+        ("mov.u32 %r9, 0; mbarrier.arrive.shared.b64 _, [%r2], %r9;", emu.BarrierError,
+            "an arrival with count 0"),
+        ("mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;", emu.LeakError, "16 bytes pending in phase 0"),
+        ("mbarrier.arrive.shared.b64 %d9, [%r2]; mbarrier.arrive.shared.b64 _, [%r2]; "
+            "mbarrier.test_wait.shared.b64 %p5, [%r2], %d9;", emu.BarrierError,
+            "with a state of phase 0 .* in phase 2"),
+    ],
+)  # fmt: skip
+def test_misused_mbarriers_are_reported(code, error, says):
+    with pytest.raises(error, match=says):
+        run(INIT + "@%p1 bra E;" + code + "E:", np.zeros(1, np.uint32), module=MODULE, dynamic_smem=16)
+
+
+def test_state_of_a_barrier_in_another_cta_is_refused():
+    with pytest.raises(emu.UnsupportedInstruction, match="a state of a barrier in .shared::cluster"):
+        run(INIT + "mbarrier.arrive.shared::cluster.b64 %d9, [%r2];", np.zeros(1, np.uint32), module=MODULE,
+            dynamic_smem=16)
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+def test_relaxed_wait_acquires_with_the_help_of_a_fence(schedule):
+    body = INIT + """@!%p1 bra W; setp.ne.u32 %p3, %r1, 32; @%p3 bra E;
+    Q: mbarrier.try_wait.parity.relaxed.cta.shared::cta.b64 %p5, [%r2], 0; @!%p5 bra Q; {}
+    ld.shared.u32 %r10, [%r2+8]; bra E;
+    W: st.shared.u32 [%r2+8], %r1; mbarrier.arrive.shared.b64 _, [%r2]; E:"""
+    options = {"block": 64, "module": MODULE, "dynamic_smem": 16, "schedule": schedule}
+    run(body.format("fence.acq_rel.cta;"), np.zeros(1, np.uint32), **options)
+    with pytest.raises(emu.RaceError):
+        run(body.format(""), np.zeros(1, np.uint32), **options)

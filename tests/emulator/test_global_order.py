@@ -243,13 +243,14 @@ def test_bulk_write_is_read_after_its_group_has_been_waited_for(schedule):
 @pytest.mark.parametrize("schedule", ["lazy", "eager"])
 def test_overwriting_what_a_bulk_copy_may_still_read_is_a_race(schedule):
     two(BULK_READ.format(fence=""), WRITE, True, schedule=schedule)
-    late = BULK_READ.format(fence="").replace("DONE:", "").replace("W: mbarrier", "DONE: bar.sync 0; @%p1 bra END; "
-        + RELEASE + "W: mbarrier").replace("@!%p6 bra W;", "@!%p6 bra W; bra END;")
+    early = f"DONE: bar.sync 0; @%p1 bra END; {RELEASE} W: mbarrier"
+    late = BULK_READ.format(fence="").replace("DONE:", "").replace("W: mbarrier", early)
+    late = late.replace("@!%p6 bra W;", "@!%p6 bra W; bra END;")
     with pytest.raises(emu.RaceError, match="writes global memory .*, which a bulk copy"):
         two(late, WRITE, True, schedule=schedule)
 
 
 def test_fence_of_the_async_proxy_covers_the_memory_that_it_names():
+    other = BULK_WRITE.format(read="").replace("fence.proxy.async.shared::cta", "fence.proxy.async.global")
     with pytest.raises(emu.ProxyFenceError, match="shared memory"):
-        two(BULK_WRITE.format(read="").replace("fence.proxy.async.shared::cta", "fence.proxy.async.global"), READ,
-            True)
+        two(other, READ, True)

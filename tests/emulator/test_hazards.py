@@ -265,3 +265,35 @@ def test_an_arrival_by_one_lane_releases_what_others_wrote_if_bar_warp_sync_come
     with pytest.raises(emu.RaceError, match="warp 1 reads what warp 0 wrote"):
         run(ONE_LANE_ARRIVES.format(between=""), aligned(32, np.uint32), block=64, module=MODULE,
             dynamic_smem=136, hazards="strict")
+
+
+# ---------------------------------------------------------------- flags in shared memory
+FLAG = """mov.u32 %r1, %tid.x; mov.u32 %r2, smem; setp.ne.u32 %p1, %r1, 0; @%p1 bra Z;
+st.shared.u32 [%r2+8], 0; Z: bar.sync 0; setp.gt.u32 %p2, %r1, 31; @%p2 bra R; @%p1 bra E;
+st.shared.u32 [%r2], 5; {write} bra E;
+R: {read} setp.eq.u32 %p2, %r6, 0; @%p2 bra R; {after} ld.shared.u32 %r7, [%r2]; E:"""
+SET, GET = "st.volatile.shared.u32 [%r2+8], 1;", "ld.volatile.shared.u32 %r6, [%r2+8];"
+CTA_FENCE = "fence.acq_rel.cta;"
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random:1", "random:2"])
+@pytest.mark.parametrize(
+    ("write", "read", "after", "fine"),
+    [
+        ("st.release.cta.shared.u32 [%r2+8], 1;", "ld.acquire.cta.shared.u32 %r6, [%r2+8];", "", True),
+        ("red.release.cta.shared.add.u32 [%r2+8], 1;", "atom.acquire.cta.shared.or.b32 %r6, [%r2+8], 0;",
+            "", True),
+        (CTA_FENCE + SET, GET, CTA_FENCE, True),
+        (SET, GET, CTA_FENCE, False),
+        (CTA_FENCE + SET, GET, "", False),
+        (SET, "ld.acquire.cta.shared.u32 %r6, [%r2+8];", "", False),
+    ],
+)
+def test_flags_in_shared_memory_order_what_is_released_and_acquired(write, read, after, fine, schedule):
+    body, out = FLAG.format(write=write, read=read, after=after), aligned(1, np.uint32)
+    options = {"block": 64, "module": MODULE, "dynamic_smem": 16, "schedule": schedule}
+    if fine:
+        run(body, out, **options)
+    else:
+        with pytest.raises(emu.RaceError):
+            run(body, out, **options)

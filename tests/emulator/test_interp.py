@@ -259,7 +259,8 @@ def test_counts_are_exact_for_every_instruction_and_warp():
     report = run(
         """mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mov.u32 %r3, 0;
         LOOP: add.u32 %r3, %r3, 1; setp.le.u32 %p1, %r3, %r2; @%p1 bra LOOP; """
-        + store("%r3").replace(" ld.param", " mov.u32 %r71, %ctaid.x; mad.lo.u32 %r70, %r71, 64, %r70; ld.param"),
+        + "mov.u32 %r4, %ctaid.x; mad.lo.u32 %r4, %r4, 64, %r1; "
+        + store("%r3").replace("%tid.x", "%r4"),
         out,
         block=64,
         grid=3,

@@ -373,8 +373,10 @@ def test_wrong_shapes_are_refused(kind, m, n, says):
             emu.TensorMemoryError, "128 columns after one of 64"),
         ("@%p3 bra X; tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned; X:", emu.TensorMemoryError,
             "cta_group::2 after cta_group::1"),
-        (FREE.replace("cta_group::1", "cta_group::2"), emu.TensorMemoryError, "cta_group::2 after cta_group::1"),
-        (FILL + "and.b32 %r7, %r1, 1; add.u32 %r7, %r6, %r7; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r9}, [%r7];",
+        (FREE.replace("cta_group::1", "cta_group::2"), emu.TensorMemoryError,
+            "cta_group::2 after cta_group::1"),
+        (FILL + "and.b32 %r7, %r1, 1; add.u32 %r7, %r6, %r7; "
+            "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r9}, [%r7];",
             emu.DivergenceError, "do not agree on the TMEM address"),
     ],
 )  # fmt: skip

@@ -303,9 +303,9 @@ def test_waits_that_leave_many_groups_are_refused():
 MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 # Each CTA sends its first 128 bytes to the other one's next 128.
 TO_PEER = """ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r3, %cluster_ctarank;
-add.u32 %r20, %r2, 256; setp.ne.u32 %p1, %r1, 0; shl.b32 %r7, %r1, 2; add.u32 %r8, %r2, %r7; st.shared.u32 [%r8], %r1;
-fence.proxy.async.shared::cta; bar.warp.sync -1; @%p1 bra A; mbarrier.init.shared.b64 [%r20], 1;
-fence.mbarrier_init.release.cluster; A: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+add.u32 %r20, %r2, 256; setp.ne.u32 %p1, %r1, 0; shl.b32 %r7, %r1, 2; add.u32 %r8, %r2, %r7;
+st.shared.u32 [%r8], %r1; fence.proxy.async.shared::cta; bar.warp.sync -1; @%p1 bra A;
+mbarrier.init.shared.b64 [%r20], 1; fence.mbarrier_init.release.cluster; A: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 xor.b32 %r5, %r3, 1; mapa.shared::cluster.u32 %r10, %r2, %r5; mapa.shared::cluster.u32 %r11, %r20, {rank};
 add.u32 %r10, %r10, 128; @%p1 bra B; mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 128;
 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r10], [%r2], 128, [%r11];
@@ -333,3 +333,14 @@ def test_exit_while_a_copy_to_a_peer_reads_is_reported():
 def test_barrier_of_another_cta_than_the_data_is_reported():
     with pytest.raises(emu.BarrierError, match="both must be in one CTA"):
         to_peer(rank="%r3")
+
+
+def test_tensor_maps_that_the_launch_writes_are_refused():
+    array, out = numbered((40, 128)), aligned(4, np.uint32)
+    body = """ld.param.u64 %d1, [p0]; mov.u32 %r2, smem; mov.u32 %r1, %tid.x;
+    setp.ne.u32 %p1, %r1, 0; @%p1 bra E; ld.global.u64 %d2, [%d1]; st.global.u64 [%d1], %d2; mov.u32 %r3, 0;
+    add.u32 %r4, %r2, 1024; mbarrier.init.shared.b64 [%r4], 1;
+    cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r2], [%d1, {%r3, %r3}],
+    [%r4]; E:"""
+    with pytest.raises(emu.UnsupportedInstruction, match="tensor maps that the launch itself writes"):
+        run(body, tensor_map(array, BOX), array, out, module=MODULE, dynamic_smem=1040)

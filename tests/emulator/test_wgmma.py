@@ -137,8 +137,11 @@ def test_a_operand_written_after_a_fence_is_advice_of_the_strict_mode():
 @pytest.mark.parametrize("schedule", ["lazy", "random:1"])
 def test_exit_with_a_product_in_flight_is_reported(monkeypatch, schedule):
     cut, plain = "wgmma.commit_group.sync.aligned;", run
-    monkeypatch.setattr("test_wgmma.run", lambda body, *arrays, **options: plain(body.split(cut)[0] + cut, *arrays,
-        **options))
+
+    def shortened(body, *arrays, **options):
+        return plain(body.split(cut)[0] + cut, *arrays, **options)
+
+    monkeypatch.setattr("test_wgmma.run", shortened)
     with pytest.raises(emu.LeakError, match="wgmma.wait_group comes first"):
         product(matrices(64, 16), matrices(64, 16, seed=1), schedule=schedule)
 

@@ -32,7 +32,8 @@ static inline Status shuffle(Warp *w, const Op *op, u32 mask, ShflMode mode) {
     const int ok = mode == UP ? j >= max : j <= max;
     if (!ok) j = l;
     if (mask >> l & 1 && !(mask >> j & 1))
-      return fault(w, op, FAULT_DIVERGENCE, "lane %d takes the value of lane %d, which does not take part", l, j);
+      return fault(w, op, FAULT_DIVERGENCE, "lane %d takes the value of lane %d, which does not take part",
+                   l, j);
     in_range |= (u32)ok << l;
     out[l] = a[j & 31];
   }

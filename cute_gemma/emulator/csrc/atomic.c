@@ -81,11 +81,9 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *value = refs + 1 + (what == AT_CAS), *out = value + count;
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, 1, &r)) return ST_FAULT;
-  for (uint32_t m = w->launch->hazards ? mask : 0; m; m &= m - 1) {
-    uint32_t l = first_lane(m);
-    if (is_shared(op, &r, l)) continue;
-    global_release(w, (uint64_t)r.at[l], !(sub >> 10 & 1), mask);
-    global_acquire(w, (uint64_t)r.at[l], !(sub >> 9 & 1), mask);
+  if (w->launch->hazards) {
+    strong_write(w, op, &r, mask, !(sub >> 10 & 1));
+    strong_read(w, op, &r, mask, !(sub >> 9 & 1));
   }
   EACH_LANE(l, mask)
     for (uint32_t j = 0; j < count; j++) {

@@ -77,6 +77,8 @@ Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t co
                    ClockId clock, int drop) {
   Mbarrier *b = mbar_find(w, op, cta, offset);
   if (!b) return ST_FAULT;
+  if (!count || count > MBAR_MAX_COUNT)
+    return fault(w, op, FAULT_BARRIER, "an arrival with count %u, outside 1..2^20-1", count);
   if (tx && add_tx(w, op, cta, b, tx) == ST_FAULT) return ST_FAULT;
   if (count > b->pending)
     return fault(w, op, FAULT_BARRIER, "%u arrivals on the mbarrier at 0x%x of CTA rank %u, which expects %u "
@@ -170,8 +172,8 @@ static int last_use(Warp *w, const Op *op, const Mbarrier *b) {
     if (clock_g(c, b->used)[i] <= clock_g(c, state(w)->clock)[i]) continue;
     char who[128];
     comp_name(c, i, 0, who, sizeof who);
-    fault(w, op, FAULT_RACE, "mbarrier.inval on the mbarrier at 0x%x, which %s uses with nothing that orders the "
-          "two", b->offset, who);
+    fault(w, op, FAULT_RACE, "mbarrier.inval on the mbarrier at 0x%x, which %s uses with nothing that orders "
+          "the two", b->offset, who);
     return 0;
   }
   return 1;
@@ -282,7 +284,8 @@ Status exec_mbar_tx(Warp *w, const Op *op, uint32_t mask) {
 
 static void observe(Warp *w, Mbarrier *b, uint32_t sub) {
   if (b->phase > b->observed) b->observed = b->phase;
-  if (!(sub & 4)) clock_acquire(w, b->done);
+  if (sub & 4) clock_acquire_relaxed(w, b->done);
+  else clock_acquire(w, b->done);
 }
 
 // test_wait and try_wait. sub bit 0: parity form; 1: may suspend (try_wait); 2: relaxed. Refs: predicate,
@@ -308,6 +311,10 @@ Status exec_mbar_wait(Warp *w, const Op *op, uint32_t mask) {
     uint32_t parity = op->sub & 1 ? REG32(w, refs[2])[l] : (uint32_t)(REG64(w, refs[2])[l] >> 32);
     if (op->sub & 1 && parity > 1)
       return fault(w, op, FAULT_BARRIER, "waits for parity %u, which is neither 0 nor 1", parity);
+    if (!(op->sub & 1) && b->phase - parity > 1)
+      return fault(w, op, FAULT_BARRIER, "waits with a state of phase %u of the mbarrier at 0x%x, which is "
+                   "in phase %u: only the current phase and the one before can be waited for", parity,
+                   b->offset, b->phase);
     if (op->sub & 1 ? (b->phase & 1) != parity : b->phase != parity) {
       passed |= 1u << l;
       observe(w, b, op->sub);
@@ -512,8 +519,9 @@ static int registers_agree(Warp *w, const Op *op) {
   const uint32_t first = w->id & ~3u, nwarps = w->launch->nwarps;
   for (uint32_t i = first; i < first + 4 && i < nwarps; i++) {
     const WarpState *o = &w->cta->states[i];
+    const int other = o->setmaxnregs > s->setmaxnregs && o->registers != (uint32_t)op->imm;
     const char *wrong = o->setmaxnregs < s->setmaxnregs ? "has not run the one before"
-        : o->setmaxnregs > s->setmaxnregs && o->registers != (uint32_t)op->imm ? "asked for another number" : NULL;
+        : other ? "asked for another number" : NULL;
     if (!wrong) continue;
     fault(w, op, FAULT_ILLEGAL, "setmaxnreg is for all warps of a warpgroup alike: warp %u %s", i, wrong);
     return 0;
@@ -526,8 +534,8 @@ static void registers_left(Warp *w) {
   const uint32_t first = w->id & ~3u;
   for (uint32_t i = first; i < first + 4 && i < w->launch->nwarps; i++)
     if (w->cta->states[i].exited && w->cta->states[i].setmaxnregs != state(w)->setmaxnregs) {
-      fault(w, NULL, FAULT_ILLEGAL, "setmaxnreg is for all warps of a warpgroup alike: this warp ran %u of them, "
-            "warp %u %u", state(w)->setmaxnregs, i, w->cta->states[i].setmaxnregs);
+      fault(w, NULL, FAULT_ILLEGAL, "setmaxnreg is for all warps of a warpgroup alike: this warp ran %u of "
+            "them, warp %u %u", state(w)->setmaxnregs, i, w->cta->states[i].setmaxnregs);
       return;
     }
 }

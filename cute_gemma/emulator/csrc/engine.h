@@ -144,6 +144,7 @@ typedef struct {                    // Warp.engine
   uint32_t ok_instance, ok_epoch, ok_comp;   // a remote write that is known to be ordered
   uint32_t arrivals;                // queued arrivals at barriers of other CTAs
   ClockId fenced;                   // what a fence has made fit for a relaxed arrival to release
+  ClockId observed;                 // what relaxed waits and reads have seen, for a fence to acquire
   uint32_t inits, fenced_inits;     // mbarrier.init so far; those before fence.mbarrier_init
   // strict checks: lanes that wrote shared and global memory since the lanes last met, the warp's epoch then,
   // and the bulk groups whose end only the lanes that waited know
@@ -159,6 +160,7 @@ struct Cta {
   Cluster *cluster; Launch *launch;
   Warp *warps; WarpState *states;
   uint8_t *smem; Shadow *smem_shadow;
+  ClockId *flags;                   // by word: 1 + the clock of what strong writes released; or NULL
   struct LaneAccess *lane_accesses;          // strict checks (lanes.c): of the words of shared memory
   uint32_t *tmem; Shadow *tmem_shadow;       // tmem[column * 128 + lane]; shadow [column * 4 + quarter]
   uint64_t tmem_allocated[TMEM_COLUMNS / 64]; uint32_t tmem_in_use, relinquished;

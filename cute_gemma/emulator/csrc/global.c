@@ -283,12 +283,14 @@ static uint32_t sector_bytes(uint64_t sector, uint64_t low, uint64_t high) {
 }
 
 // Only the latest write and the latest read of a sector are remembered: misses races, invents none.
-static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t bytes, int write, Strength how) {
+static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t bytes, int write,
+                 Strength how) {
   const uint64_t start = r->base - r->base % SECTOR;
   const SectorAccess now = {.instance = cluster_of(me->warp)->instance, .comp = me->comp, .epoch = me->epoch,
                             .strong = me->strong};
   if (!r->writable && !write) return 1;
-  if (!r->last[write]) r->last[write] = calloc(r->words * 64, sizeof **r->last);  // untouched pages cost nothing
+  // pages that nothing touches cost nothing
+  if (!r->last[write]) r->last[write] = calloc(r->words * 64, sizeof **r->last);
   for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR) {
     const uint64_t at = (s - start) / SECTOR;
     const uint32_t mask = sector_bytes(s, address, address + bytes);
@@ -298,8 +300,8 @@ static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t
       const int proxy = me->async && wrote && x->comp < cluster_of(me->warp)->nwarps;
       if (!remote_ordered(me, x, proxy)) return unordered(me, address, x, write, wrote);
       if (how != READ_ONLY) continue;
-      fault(me->warp, me->op, FAULT_RACE, "ld.global.nc of 0x%llx, which this launch writes: it is for memory "
-            "that is read-only", (unsigned long long)address);
+      fault(me->warp, me->op, FAULT_RACE, "ld.global.nc of 0x%llx, which this launch writes: it is for "
+            "memory that is read-only", (unsigned long long)address);
       return 0;
     }
     SectorAccess *old = &r->last[write][at];
@@ -315,6 +317,15 @@ static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t
 int global_order(const Agent *x, uint64_t address, uint64_t bytes, int write) {
   FootprintRegion *r = x->warp->launch->hazards ? region_of(x->warp->launch, address, bytes) : NULL;
   return !r || order(x, r, address, bytes, write, ASYNC);      // what lies outside is reported when it runs
+}
+
+int global_written(Launch *launch, uint64_t address, uint64_t bytes) {
+  FootprintRegion *r = region_of(launch, address, bytes);
+  if (!r || !r->last[1]) return 0;
+  const uint64_t start = r->base - r->base % SECTOR;
+  for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR)
+    if (r->last[1][(s - start) / SECTOR].mask & sector_bytes(s, address, address + bytes)) return 1;
+  return 0;
 }
 
 // ---------------------------------------------------------------- the access

@@ -35,6 +35,8 @@ int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int w
                   Strength how);
 // order of an asynchronous access, at its issue; x: who, as its clock knows it
 int global_order(const Agent *x, uint64_t address, uint64_t bytes, int write);
+// 1 if this launch has written any of the bytes (as far as sectors remember)
+int global_written(Launch *launch, uint64_t address, uint64_t bytes);
 void global_proxy_fence(Warp *w);
 void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes);
 void global_acquire(Warp *w, uint64_t address, int needs_fence, uint32_t lanes);

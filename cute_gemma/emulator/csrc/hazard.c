@@ -88,11 +88,16 @@ void clock_release(Warp *w, ClockId into) {
   clock_publish(w);
 }
 
-// fence.acq_rel and stronger: a relaxed arrival after it releases what came before it.
+// fence.acq_rel and stronger: a relaxed arrival after it releases what came before it, and what a relaxed
+// wait before it saw comes before what follows.
 void clock_fence(Warp *w) {
   if (!w->launch->hazards) return;
   lanes_share_waits(w);
   WarpState *s = state(w);
+  if (s->observed != NO_CLOCK) {
+    clock_acquire(w, s->observed);
+    memset(clock_g(cluster_of(w), s->observed), 0, cluster_of(w)->stride * sizeof *cluster_of(w)->clocks);
+  }
   if (s->fenced == NO_CLOCK) s->fenced = clock_new(cluster_of(w));
   clock_join(cluster_of(w), s->fenced, s->clock);
   clock_publish(w);
@@ -106,6 +111,13 @@ void clock_release_relaxed(Warp *w, ClockId into) {
   uint32_t *inits = &clock_g(cluster_of(w), into)[warp_comp(w, C_INIT)];
   if (*inits < s->fenced_inits) *inits = s->fenced_inits;
   clock_join(cluster_of(w), into, s->fenced);
+}
+
+void clock_acquire_relaxed(Warp *w, ClockId from) {
+  if (!w->launch->hazards) return;
+  WarpState *s = state(w);
+  if (s->observed == NO_CLOCK) s->observed = clock_new(cluster_of(w));
+  clock_join(cluster_of(w), s->observed, from);
 }
 
 void clock_acquire(Warp *w, ClockId from) {

@@ -36,6 +36,7 @@ uint16_t comp_new(Cluster *c);
 void clock_publish(Warp *w);
 void clock_release(Warp *w, ClockId into);                // into |= warp's clock, then publish
 void clock_acquire(Warp *w, ClockId from);
+void clock_acquire_relaxed(Warp *w, ClockId from);        // for a fence to acquire
 void clock_fence(Warp *w);
 void clock_release_relaxed(Warp *w, ClockId into);
 void clock_proxy_fence(Warp *w, int shared, int global);

@@ -298,7 +298,7 @@ static void cluster_free(Cluster *c) {
       free(cta->states[i].seen->item), free(cta->states[i].seen);
     }
     free(cta->warps), free(cta->states), free(cta->smem), free(cta->smem_shadow), free(cta->tmem),
-        free(cta->tmem_shadow), free(cta->lane_accesses);
+        free(cta->tmem_shadow), free(cta->lane_accesses), free(cta->flags);
     free(cta->mbar_index), free(cta->mbars);
   }
   for (uint32_t i = 0; i < c->nextra; i++) free(c->extra[i].item);
@@ -333,6 +333,8 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     free(cta->lane_accesses);
     cta->lane_accesses = NULL;
   }
+  free(cta->flags);
+  cta->flags = NULL;
   cta->live_warps = launch->nwarps;
   cta->pipe_epoch = 1;
   memset(cta->named, 0, sizeof cta->named);
@@ -351,6 +353,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
     fenced_known->n = seen->n = 0;
     *s = (WarpState){.cluster = c, .pending = pending, .fenced_known = fenced_known, .seen = seen,
                      .index = r * launch->nwarps + i, .clock = NO_CLOCK, .fenced = NO_CLOCK,
+                         .observed = NO_CLOCK,
                          .tensor_clock = NO_CLOCK,
                      .registers = registers,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
@@ -421,6 +424,11 @@ static int cluster_leaks(Cluster *c) {
         fault(&cta->warps[0], NULL, FAULT_LEAK, "the CTA ends without a wait for phase %u of the mbarrier at "
               "0x%x, which "
               "asynchronous copies into shared memory signal", b->last_copy - 1, b->offset);
+        return 1;
+      }
+      if (b->valid && b->tx) {
+        fault(&cta->warps[0], NULL, FAULT_LEAK, "the CTA ends with %d bytes pending in phase %u of the "
+              "mbarrier at 0x%x: no copy brings them", b->tx, b->phase, b->offset);
         return 1;
       }
       // A CTA that has left has no shared memory, and the arrival of a commit that came in time here may come

@@ -35,7 +35,8 @@ static int tmem_make(Cta *cta) {
 // All tcgen05 operations of a kernel name one cta_group.
 static int same_group(Warp *w, const Op *op, uint32_t pair) {
   if (!w->cta->tmem_group || w->cta->tmem_group == 1 + pair) return 1;
-  fault(w, op, FAULT_TMEM, "cta_group::%u after cta_group::%u in the same kernel", 1 + pair, w->cta->tmem_group);
+  fault(w, op, FAULT_TMEM, "cta_group::%u after cta_group::%u in the same kernel", 1 + pair,
+        w->cta->tmem_group);
   return 0;
 }
 
@@ -57,8 +58,8 @@ Status exec_tc_alloc(Warp *w, const Op *op, uint32_t mask) {
     return fault(w, op, FAULT_TMEM, "tcgen05.alloc after tcgen05.relinquish_alloc_permit");
   if (!same_group(w, op, op->sub & 1)) return ST_FAULT;
   if (cta->tmem_last_columns && columns > cta->tmem_last_columns)
-    return fault(w, op, FAULT_TMEM, "tcgen05.alloc of %u columns after one of %u: later ones must not be larger",
-                 columns, cta->tmem_last_columns);
+    return fault(w, op, FAULT_TMEM, "tcgen05.alloc of %u columns after one of %u: later ones must not be "
+                 "larger", columns, cta->tmem_last_columns);
   tmem_make(cta);
   uint32_t column = 0;
   for (; column < TMEM_COLUMNS; column += columns) {

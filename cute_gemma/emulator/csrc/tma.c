@@ -60,6 +60,10 @@ static const TensorMap *tensor_map(Warp *w, const Op *op, uint64_t address, uint
     return NULL;
   }
   if (!global_check(w, op, address, 128, 0)) return NULL;
+  if (global_written(launch, address, 128)) {       // it would want fence.proxy.tensormap
+    fault(w, op, FAULT_UNSUPPORTED, "tensor maps that the launch itself writes are not implemented");
+    return NULL;
+  }
   if (slot->key != address || memcmp(slot->raw, (const void *)address, 128)) {
     slot->key = 0;
     const char *wrong = decode((const uint8_t *)address, &slot->map);
@@ -264,8 +268,8 @@ static Status finish_load(Async *a) {
   } else {
     if (a->kind == A_BULK_LOAD && !global_check_async(a, a->copy.global, a->copy.bytes, 0)) return ST_FAULT;
     if (a->kind == A_BULK_DSMEM && a->cta->exited)
-      return fault(w, a->op, FAULT_LEAK, "the CTA ends while a bulk copy to CTA rank %u still reads its shared "
-                   "memory", a->copy.other->rank);
+      return fault(w, a->op, FAULT_LEAK, "the CTA ends while a bulk copy to CTA rank %u still reads its "
+                   "shared memory", a->copy.other->rank);
     const uint8_t *from = a->kind == A_BULK_LOAD ? (const uint8_t *)a->copy.global : a->cta->smem +
         a->copy.other_smem;
     for (uint32_t k = 0; k < n; k++) memcpy(data[k]->smem + a->copy.smem, from, a->copy.bytes);

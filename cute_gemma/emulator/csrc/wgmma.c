@@ -189,7 +189,8 @@ Status exec_wgmma(Warp *w, const Op *op, uint32_t mask) {
     return fault(w, op, FAULT_ASYNC_REGISTER, "wgmma.mma_async without a wgmma.fence before it: its "
                  "registers' values are not ordered before it");
   if (!uniform(w, op, refs[1], mask, 64, "the descriptor of B") ||
-      (!(op->sub & W_A_REGISTERS) && !uniform(w, op, refs[2], mask, 64, "the descriptor of A"))) return ST_FAULT;
+      (!(op->sub & W_A_REGISTERS) && !uniform(w, op, refs[2], mask, 64, "the descriptor of A")))
+    return ST_FAULT;
   Async *a = async_new(w->launch, A_WGMMA, w, op);
   a->wgmma.a = op->sub & W_A_REGISTERS ? 0 : REG64(w, refs[2])[lane];
   a->wgmma.b = REG64(w, refs[1])[lane];
