@@ -23,21 +23,17 @@ def address_bits(where: int) -> int:
     return 32 if where in (SHARED, CLUSTER) else 64
 
 
-def _in_shared(words: Words) -> bool:
-    return any(word.startswith("shared") for word in words.left)
-
-
 def semantics(words: Words, strongest: str) -> int:
-    """0 weak, 1 relaxed or volatile, 2 acquire or release."""
+    """0 weak, 1 relaxed or volatile, 2 acquire or release, 3 the same of .cta or .cluster scope."""
     if words.has("weak"):
         return 0
     if words.has("volatile"):
         return 1
     for value, names in ((1, ("relaxed",)), (2, (strongest,))):
         if words.has(*names):
-            cta = words.has("cta") and not _in_shared(words)       # orders nothing between CTAs
+            narrow = words.has("cta", "cluster")            # orders nothing between clusters
             words.has(*SCOPES)
-            return 1 if cta else value
+            return 3 if narrow and value == 2 else value
     if words.has("mmio"):
         raise words.b.unsupported("modifier .mmio")
     return 0
@@ -143,8 +139,7 @@ def lower_atom(ins: ptx.Instruction, b: Builder) -> None:
     if kind not in _ATOMIC_TYPES:
         raise b.unsupported(f"type .{kind}")
     sem = words.choice({"relaxed": 0, "acquire": 1, "release": 2, "acq_rel": 3}, 0)
-    if words.has("cta") and not _in_shared(words):
-        sem = 0
+    narrow = words.has("cta", "cluster")
     words.has(*SCOPES)
     where, count = words.choice(WRITABLE_SPACES, GENERIC), words.choice(VECTORS, 1)
     words.drop({"noftz", *CACHE_WORDS})
@@ -161,7 +156,7 @@ def lower_atom(ins: ptx.Instruction, b: Builder) -> None:
     sources = [b.src(v, bits) for operand in values for v in items(operand)]
     targets = [b.dst(r, bits) if r is not ptx.SINK else b.scratch for r in results]
     sub = where | (bits // 8).bit_length() - 1 << 2 | count << 5 | sem << 9 | what << 11
-    sub |= type_ << 15 | result << 18
+    sub |= type_ << 15 | result << 18 | narrow << 19
     b.emit("ATOM", address, *sources, *targets, sub=sub, imm=offset)
 
 

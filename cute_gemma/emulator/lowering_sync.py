@@ -157,7 +157,7 @@ def lower_fence(ins: ptx.Instruction, b: Builder) -> None:
         words.drop({"tensormap::generic", "sync_restrict::shared::cta", "sync_restrict::shared::cluster"})
     if words.has("mbarrier_init"):
         kind = 2
-    if kind == 3 and words.has("cta"):
+    if kind == 3 and words.has("cta", "cluster"):
         kind = 4
     words.drop({*_ORDERS, *SCOPES, "gl", "sync_restrict::shared::cta", "sync_restrict::shared::cluster"})
     words.done()

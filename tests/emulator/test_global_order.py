@@ -52,6 +52,10 @@ def test_released_and_acquired_data_is_read(raise_, poll, after, schedule):
         (RELEASE, RELAXED_READ, ""),
         ("fence.acq_rel.cta;" + RELAXED_WRITE, ACQUIRE, ""),
         ("st.release.cta.global.b32 [%d2], 1;", ACQUIRE, ""),
+        ("st.release.cluster.global.b32 [%d2], 1;", ACQUIRE, ""),
+        (RELEASE, "ld.acquire.cluster.global.b32 %r5, [%d2];", ""),
+        ("fence.acq_rel.cluster;" + RELAXED_WRITE, ACQUIRE, ""),
+        (RELEASE, RELAXED_READ, "fence.acq_rel.cluster;"),
         ("red.relaxed.gpu.global.add.u32 [%d2], 1;", "atom.relaxed.gpu.global.or.b32 %r5, [%d2], 0;", ""),
     ],
 )
@@ -254,3 +258,18 @@ def test_fence_of_the_async_proxy_covers_the_memory_that_it_names():
     other = BULK_WRITE.format(read="").replace("fence.proxy.async.shared::cta", "fence.proxy.async.global")
     with pytest.raises(emu.ProxyFenceError, match="shared memory"):
         two(other, READ, True)
+
+
+@pytest.mark.parametrize("scope", ["cta", "gpu"])
+def test_flag_in_global_memory_orders_the_warps_of_a_cta_whatever_its_scope(scope):
+    body = f"""ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; setp.eq.u32 %p1, %r1, 0; setp.eq.u32 %p2, %r1, 32;
+    @%p1 bra A; @!%p2 bra E; P: ld.acquire.{scope}.global.u32 %r5, [%d1]; setp.eq.u32 %p3, %r5, 0; @%p3 bra P;
+    ld.global.u32 %r6, [%d1+4]; st.global.u32 [%d1+8], %r6; bra E;
+    A: st.global.u32 [%d1+4], 9; {{release}} E:"""
+    out = aligned(3, np.uint32)
+    fenced = f"fence.acq_rel.gpu; fence.acq_rel.cta; st.relaxed.{scope}.global.u32 [%d1], 1;"
+    run(body.format(release=fenced), out, block=64)
+    assert out[2] == 9
+    run(body.format(release=f"st.release.{scope}.global.u32 [%d1], 1;"), aligned(3, np.uint32), block=64)
+    with pytest.raises(emu.RaceError, match="a barrier must come between"):
+        run(body.format(release="st.relaxed.gpu.global.u32 [%d1], 1;"), aligned(3, np.uint32), block=64)

@@ -72,7 +72,7 @@ static uint64_t get(const Warp *w, int32_t ref, uint32_t l, uint32_t size) {
 }
 
 // sub [1:0] space, [4:2] log2 of the size, [8:5] elements, [9] acquire, [10] release, [14:11] operation,
-// [17:15] type, [18] result wanted.
+// [17:15] type, [18] result wanted, [19] .cta or .cluster scope.
 // Refs: address, (the value compared with,) values, results.
 Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   const int32_t *refs = w->launch->program->refs + op->args;
@@ -82,8 +82,9 @@ Status exec_atom(Warp *w, const Op *op, uint32_t mask) {
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, 1, &r)) return ST_FAULT;
   if (w->launch->hazards) {
-    strong_write(w, op, &r, mask, !(sub >> 10 & 1));
-    strong_read(w, op, &r, mask, !(sub >> 9 & 1));
+    const uint32_t order = sub >> 19 & 1 ? NARROW : WIDE;
+    strong_write(w, op, &r, mask, sub >> 10 & 1 ? order : WITH_FENCE);
+    strong_read(w, op, &r, mask, sub >> 9 & 1 ? order : WITH_FENCE);
   }
   EACH_LANE(l, mask)
     for (uint32_t j = 0; j < count; j++) {

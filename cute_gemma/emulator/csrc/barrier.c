@@ -488,15 +488,15 @@ void barriers_warp_exit(Warp *w) {
 
 // ---------------------------------------------------------------- fences, grid dependency, the rest
 // sub: 1 fence.proxy.async (what the generic proxy did becomes visible to the async proxy), 5 and 6 the same
-// for shared or global memory alone; 2 fence.mbarrier_init, 3 a memory fence, 4 one of .cta scope; 0 orders
-// nothing here.
+// for shared or global memory alone; 2 fence.mbarrier_init, 3 a memory fence, 4 one of .cta or
+// .cluster scope; 0 orders nothing here.
 Status exec_fence(Warp *w, const Op *op, uint32_t mask) {
   const int shared = op->sub == 1 || op->sub == 5, global = op->sub == 1 || op->sub == 6;
   if (shared || global) clock_proxy_fence(w, shared, global);
   if (global && w->launch->hazards) global_proxy_fence(w);
   if (shared || op->sub == 2) state(w)->fenced_inits = state(w)->inits;
   if (op->sub == 3 || op->sub == 4) clock_fence(w);
-  if (op->sub == 3 && w->launch->hazards) global_fence(w, mask);
+  if ((op->sub == 3 || op->sub == 4) && w->launch->hazards) global_fence(w, mask, op->sub == 4);
   return ST_NEXT;
 }
 

@@ -138,7 +138,7 @@ typedef struct {                    // Warp.engine
   uint32_t registers, setmaxnregs;  // a thread, as setmaxnreg counts them; how often it has run
   ClockId tensor_clock;             // strict checks: what a tcgen05.fence::after_thread_sync has ordered
   uint32_t acquires;                // of what other clusters released
-  struct Snapshot *fenced_snapshot;
+  struct Snapshot *fenced_snapshot[2];      // by a fence of gpu or sys scope, of a narrower one
   // released by a fence; seen by relaxed reads, to be acquired by a fence
   struct Knowledge *fenced_known, *seen;
   uint32_t ok_instance, ok_epoch, ok_comp;   // a remote write that is known to be ordered

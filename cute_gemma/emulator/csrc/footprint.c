@@ -49,9 +49,9 @@ int footprint_hit(const Footprint *f, uint64_t address, uint64_t bytes, int writ
 
 void footprint_forget_order(Footprint *f) {
   for (uint32_t i = 0; i < f->n; i++)
-    for (int write = 0; write < 2; write++) {
-      free(f->region[i].last[write]);
-      f->region[i].last[write] = NULL;
+    for (int kind = 0; kind < 4; kind++) {
+      free(f->region[i].last[kind]);
+      f->region[i].last[kind] = NULL;
     }
 }
 

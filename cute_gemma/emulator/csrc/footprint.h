@@ -4,9 +4,9 @@
 #include "engine.h"
 
 #define SECTOR 32u
-// bits[written]; last[written]: this launch's latest accesses, by sector
+// bits[written]; last[written + 2 * strong]: this launch's latest accesses, by sector
 typedef struct { uint64_t base, size, words, *bits[2]; uint32_t writable;
-                struct SectorAccess *last[2]; } FootprintRegion;
+                struct SectorAccess *last[4]; } FootprintRegion;
 typedef struct Footprint { uint32_t n; FootprintRegion *region; } Footprint;
 
 Footprint *footprint_new(const LaunchDesc *desc);        // regions sorted by address

@@ -57,7 +57,7 @@ static void learn(Knowledge *k, Snapshot *s) {
   for (uint32_t i = 0; i < k->n; i++) {
     const Snapshot *o = k->item[i];
     if (o == s) return;
-    if (o->instance != s->instance) continue;
+    if (o->instance != s->instance || o->narrow != s->narrow) continue;
     int older = 1, newer = 1;
     for (uint32_t j = 0; j < s->words || j < o->words; j++) {
       const uint32_t mine = j < s->words ? s->v[j] : 0, theirs = j < o->words ? o->v[j] : 0;
@@ -84,9 +84,10 @@ static Snapshot *snapshot_new(Launch *launch, uint32_t instance, uint32_t words)
 }
 
 // Strict checks: what lanes other than these wrote since the warp's lanes met is not released with it.
-static Snapshot *take_snapshot(Warp *w, uint32_t lanes) {
+static Snapshot *take_snapshot(Warp *w, uint32_t lanes, int narrow) {
   Cluster *c = cluster_of(w);
   Snapshot *s = snapshot_new(w->launch, c->instance, c->nwarps + c->ncomps);
+  s->narrow = (uint32_t)narrow;
   lanes_share_waits(w);
   memcpy(s->v, clock_global(c, state(w)->clock), c->nwarps * sizeof *s->v);
   memcpy(s->v + c->nwarps, clock_g(c, state(w)->clock), c->ncomps * sizeof *s->v);
@@ -120,6 +121,7 @@ static void acquire(Warp *w, Snapshot *s, uint32_t lanes) {
     }
     return;
   }
+  if (s->narrow) return;
   RemoteList *list = c->remote;
   for (uint32_t i = 0; i < list->n; i++)
     if (list->item[i].snapshot == s && visible(w, &list->item[i])) return;
@@ -179,35 +181,45 @@ static SyncVariable *variable(Launch *launch, uint64_t address, int make) {
   return v;
 }
 
-// A strong write to `address`. fenced_only: it is relaxed, and releases what a fence before it covers.
-void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes) {
+// A strong write to `address`.
+void global_release(Warp *w, uint64_t address, Order how, uint32_t lanes) {
   WarpState *s = state(w);
-  if (fenced_only && !s->fenced_snapshot) return;
+  if (how == WITH_FENCE && !s->fenced_snapshot[0] && !s->fenced_snapshot[1]) return;
   SyncVariable *v = variable(w->launch, address & ~3ull, 1);
-  if (fenced_only) {
-    learn(&v->known, s->fenced_snapshot);
+  if (how == WITH_FENCE) {
+    for (int narrow = 0; narrow < 2; narrow++)
+      if (s->fenced_snapshot[narrow]) learn(&v->known, s->fenced_snapshot[narrow]);
     for (uint32_t i = 0; i < s->fenced_known->n; i++) learn(&v->known, s->fenced_known->item[i]);
     return;
   }
-  learn(&v->known, take_snapshot(w, lanes));
-  learn_visible(w, &v->known);
+  learn(&v->known, take_snapshot(w, lanes, how == NARROW));
+  if (how == WIDE) learn_visible(w, &v->known);
 }
 
-// A strong read of `address`. needs_fence: it is relaxed, and acquires when a fence follows.
-void global_acquire(Warp *w, uint64_t address, int needs_fence, uint32_t lanes) {
+// A strong read of `address`.
+void global_acquire(Warp *w, uint64_t address, Order how, uint32_t lanes) {
   SyncVariable *v = variable(w->launch, address & ~3ull, 0);
   for (uint32_t i = 0; v && i < v->known.n; i++)
-    if (needs_fence) learn(state(w)->seen, v->known.item[i]);
-    else acquire(w, v->known.item[i], lanes);
+    if (how == WITH_FENCE) learn(state(w)->seen, v->known.item[i]);
+    else if (how == WIDE || v->known.item[i]->instance == cluster_of(w)->instance)
+      acquire(w, v->known.item[i], lanes);
 }
 
-void global_fence(Warp *w, uint32_t lanes) {
+void global_fence(Warp *w, uint32_t lanes, int narrow) {
   WarpState *s = state(w);
   if (!w->launch->sync) w->launch->sync = calloc(1, sizeof *w->launch->sync);
-  for (uint32_t i = 0; i < s->seen->n; i++) acquire(w, s->seen->item[i], lanes);
-  s->seen->n = s->fenced_known->n = 0;
-  learn_visible(w, s->fenced_known);
-  s->fenced_snapshot = take_snapshot(w, lanes);
+  uint32_t left = 0;
+  for (uint32_t i = 0; i < s->seen->n; i++) {
+    Snapshot *item = s->seen->item[i];
+    if (narrow && item->instance != cluster_of(w)->instance) s->seen->item[left++] = item;
+    else acquire(w, item, lanes);
+  }
+  s->seen->n = left;
+  if (!narrow) {
+    s->fenced_known->n = 0;
+    learn_visible(w, s->fenced_known);
+  }
+  s->fenced_snapshot[narrow] = take_snapshot(w, lanes, narrow);
 }
 
 void global_sync_free(Launch *launch) {
@@ -286,17 +298,19 @@ static uint32_t sector_bytes(uint64_t sector, uint64_t low, uint64_t high) {
 static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t bytes, int write,
                  Strength how) {
   const uint64_t start = r->base - r->base % SECTOR;
-  const SectorAccess now = {.instance = cluster_of(me->warp)->instance, .comp = me->comp, .epoch = me->epoch,
-                            .strong = me->strong};
+  const SectorAccess now = {.instance = cluster_of(me->warp)->instance, .comp = me->comp,
+                            .epoch = me->epoch};
+  SectorAccess **mine = &r->last[write + 2 * me->strong];
   if (!r->writable && !write) return 1;
   // pages that nothing touches cost nothing
-  if (!r->last[write]) r->last[write] = calloc(r->words * 64, sizeof **r->last);
+  if (!*mine) *mine = calloc(r->words * 64, sizeof **mine);
   for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR) {
     const uint64_t at = (s - start) / SECTOR;
     const uint32_t mask = sector_bytes(s, address, address + bytes);
-    for (int wrote = 1; wrote >= !write; wrote--) {
-      const SectorAccess *x = r->last[wrote] ? &r->last[wrote][at] : NULL;
-      if (!x || !(x->mask & mask) || (x->strong && me->strong)) continue;
+    for (int kind = me->strong ? 1 : 3; kind >= 0; kind--) {       // two strong ones do not race
+      const int wrote = kind & 1;
+      const SectorAccess *x = r->last[kind] && (write || wrote) ? &r->last[kind][at] : NULL;
+      if (!x || !(x->mask & mask)) continue;
       const int proxy = me->async && wrote && x->comp < cluster_of(me->warp)->nwarps;
       if (!remote_ordered(me, x, proxy)) return unordered(me, address, x, write, wrote);
       if (how != READ_ONLY) continue;
@@ -304,9 +318,8 @@ static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t
             "memory that is read-only", (unsigned long long)address);
       return 0;
     }
-    SectorAccess *old = &r->last[write][at];
-    const int same = old->instance == now.instance && old->comp == now.comp && old->epoch == now.epoch &&
-        old->strong == now.strong;
+    SectorAccess *old = &(*mine)[at];
+    const int same = old->instance == now.instance && old->comp == now.comp && old->epoch == now.epoch;
     const uint32_t before = same ? old->mask : 0;
     *old = now;
     old->mask = before | mask;
@@ -321,10 +334,11 @@ int global_order(const Agent *x, uint64_t address, uint64_t bytes, int write) {
 
 int global_written(Launch *launch, uint64_t address, uint64_t bytes) {
   FootprintRegion *r = region_of(launch, address, bytes);
-  if (!r || !r->last[1]) return 0;
+  if (!r) return 0;
   const uint64_t start = r->base - r->base % SECTOR;
-  for (uint64_t s = address - (address - start) % SECTOR; s < address + bytes; s += SECTOR)
-    if (r->last[1][(s - start) / SECTOR].mask & sector_bytes(s, address, address + bytes)) return 1;
+  for (int kind = 1; kind < 4; kind += 2)
+    for (uint64_t s = address - (address - start) % SECTOR; r->last[kind] && s < address + bytes; s += SECTOR)
+      if (r->last[kind][(s - start) / SECTOR].mask & sector_bytes(s, address, address + bytes)) return 1;
   return 0;
 }
 

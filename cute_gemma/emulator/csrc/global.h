@@ -8,13 +8,13 @@ typedef struct SectorAccess {       // the last write to, or read of, a sector i
   uint32_t instance, epoch;         // which cluster, and when by its clock
   uint32_t mask;                    // bytes
   uint16_t comp;
-  uint8_t strong;
 } SectorAccess;
 
 typedef struct Snapshot {           // what a release made known: the clock of a cluster at that time
   struct Snapshot *next;            // all of the launch, to free them
   // v: for each warp, what it wrote that the async proxy sees too; then the clock
-  uint32_t instance, words, v[];
+  // narrow: released with .cta or .cluster scope, so that no other cluster acquires it
+  uint32_t instance, narrow, words, v[];
 } Snapshot;
 typedef struct Knowledge { uint32_t n, cap; Snapshot **item; } Knowledge;
 
@@ -28,6 +28,9 @@ typedef struct GlobalSync {         // addresses through which CTAs synchronise
 typedef struct { Snapshot *snapshot; uint32_t warp, epoch, twin; } Remote;
 typedef struct RemoteList { uint32_t n, cap; Remote *item; } RemoteList;
 
+// of strong accesses: WITH_FENCE: relaxed, so that a fence before (after) it releases (acquires); NARROW: of
+// .cta or .cluster scope
+typedef enum { WITH_FENCE = 1, WIDE, NARROW } Order;
 // read-only: ld.global.nc
 typedef enum { WEAK, STRONG, READ_ONLY, ASYNC } Strength;
 
@@ -38,9 +41,9 @@ int global_order(const Agent *x, uint64_t address, uint64_t bytes, int write);
 // 1 if this launch has written any of the bytes (as far as sectors remember)
 int global_written(Launch *launch, uint64_t address, uint64_t bytes);
 void global_proxy_fence(Warp *w);
-void global_release(Warp *w, uint64_t address, int fenced_only, uint32_t lanes);
-void global_acquire(Warp *w, uint64_t address, int needs_fence, uint32_t lanes);
-void global_fence(Warp *w, uint32_t lanes);
+void global_release(Warp *w, uint64_t address, Order how, uint32_t lanes);
+void global_acquire(Warp *w, uint64_t address, Order how, uint32_t lanes);
+void global_fence(Warp *w, uint32_t lanes, int narrow);
 void global_sync_free(Launch *launch);
 void remote_free(Cluster *c);
 #endif

@@ -204,30 +204,30 @@ static ClockId *flag_of(Cta *cta, uint32_t offset) {
   return &cta->flags[offset / 4];
 }
 
-void strong_write(Warp *w, const Op *op, const Resolved *r, uint32_t mask, int relaxed) {
+void strong_write(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t how) {
   EACH_LANE(l, mask) {
     if (!is_shared(op, r, l)) {
-      global_release(w, (uint64_t)r->at[l], relaxed, mask);
+      global_release(w, (uint64_t)r->at[l], how, mask);
       continue;
     }
-    if (relaxed && state(w)->fenced == NO_CLOCK) continue;
+    if (how == WITH_FENCE && state(w)->fenced == NO_CLOCK) continue;
     ClockId *flag = flag_of(r->cta[l], r->offset[l]);
     if (!*flag) *flag = 1 + clock_new(cluster_of(w));
-    if (relaxed) clock_release_relaxed(w, *flag - 1);
+    if (how == WITH_FENCE) clock_release_relaxed(w, *flag - 1);
     else clock_release(w, *flag - 1);
   }
 }
 
-void strong_read(Warp *w, const Op *op, const Resolved *r, uint32_t mask, int relaxed) {
+void strong_read(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t how) {
   EACH_LANE(l, mask) {
     if (!is_shared(op, r, l)) {
-      global_acquire(w, (uint64_t)r->at[l], relaxed, mask);
+      global_acquire(w, (uint64_t)r->at[l], how, mask);
       continue;
     }
     if (!r->cta[l]->flags) continue;
     const ClockId *flag = flag_of(r->cta[l], r->offset[l]);
     if (!*flag) continue;
-    if (relaxed) clock_acquire_relaxed(w, *flag - 1);
+    if (how == WITH_FENCE) clock_acquire_relaxed(w, *flag - 1);
     else clock_acquire(w, *flag - 1);
   }
 }
@@ -262,7 +262,7 @@ Status exec_ld(Warp *w, const Op *op, uint32_t mask) {
   } else {
     for (uint32_t j = 0; j < count; j++) load_small(w, op, refs[1 + j], &r, mask, size, j);
   }
-  if (sem && w->launch->hazards) strong_read(w, op, &r, mask, sem == 1);
+  if (sem && w->launch->hazards) strong_read(w, op, &r, mask, sem);
   // a strong load of memory that others write is a poll: let them run
   return sem && (op->sub & 3) != SPACE_SHARED ? ST_YIELD : ST_NEXT;
 }
@@ -272,7 +272,7 @@ Status exec_st(Warp *w, const Op *op, uint32_t mask) {
   const uint32_t log = op->sub >> 2 & 7, count = op->sub >> 5 & 15, size = 1u << log, sem = op->sub >> 9 & 3;
   Resolved r;
   if (!resolve(w, op, refs[0], mask, size * count, 1, sem != 0, &r)) return ST_FAULT;
-  if (sem && w->launch->hazards) strong_write(w, op, &r, mask, sem == 1);
+  if (sem && w->launch->hazards) strong_write(w, op, &r, mask, sem);
   if (size == 4) {
     const uint32_t *d[8];
     for (uint32_t j = 0; j < count; j++) d[j] = REG32(w, refs[1 + j]);

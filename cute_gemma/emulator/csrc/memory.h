@@ -15,8 +15,8 @@ typedef struct {                    // where each lane's access goes
 int is_shared(const Op *op, const Resolved *r, uint32_t lane);
 int resolve(Warp *w, const Op *op, int32_t address, uint32_t mask, uint32_t bytes, int write, int strong,
             Resolved *out);
-// a strong write releases and a strong read acquires; relaxed ones with the help of a fence
-void strong_write(Warp *w, const Op *op, const Resolved *r, uint32_t mask, int relaxed);
-void strong_read(Warp *w, const Op *op, const Resolved *r, uint32_t mask, int relaxed);
+// a strong write releases and a strong read acquires; relaxed ones with the help of a fence. how: an Order
+void strong_write(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t how);
+void strong_read(Warp *w, const Op *op, const Resolved *r, uint32_t mask, uint32_t how);
 void count_wavefronts(LaunchResult *r, const uint32_t *offset, uint32_t mask, uint32_t size);
 #endif

@@ -356,6 +356,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
                          .observed = NO_CLOCK,
                          .tensor_clock = NO_CLOCK,
                      .registers = registers,
+                     .met_epoch = 1, .synced_epoch = 1,
                      .bulk.open = 1, .cp.open = 1, .wgmma.open = 1, .ld.open = 1, .st.open = 1};
     memset(pending, 0, (launch->program->reg_bytes / SLOT / 64 + 1) * sizeof *pending);
     if (launch->hazards == HAZARDS_STRICT) s->tensor_clock = clock_new(c);
