@@ -273,3 +273,9 @@ def test_flag_in_global_memory_orders_the_warps_of_a_cta_whatever_its_scope(scop
     run(body.format(release=f"st.release.{scope}.global.u32 [%d1], 1;"), aligned(3, np.uint32), block=64)
     with pytest.raises(emu.RaceError, match="a barrier must come between"):
         run(body.format(release="st.relaxed.gpu.global.u32 [%d1], 1;"), aligned(3, np.uint32), block=64)
+
+
+def test_all_lanes_of_a_warp_may_store_the_same_bytes_in_one_bulk_group():
+    everyone = BULK_WRITE.format(read="").replace("@%p1 bra SENT;", "")
+    data, _ = two(everyone, READ, True)
+    assert np.array_equal(data, np.arange(32))

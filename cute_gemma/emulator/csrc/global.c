@@ -312,7 +312,9 @@ static int order(const Agent *me, FootprintRegion *r, uint64_t address, uint64_t
       const SectorAccess *x = r->last[kind] && (write || wrote) ? &r->last[kind][at] : NULL;
       if (!x || !(x->mask & mask)) continue;
       const int proxy = me->async && wrote && x->comp < cluster_of(me->warp)->nwarps;
-      if (!remote_ordered(me, x, proxy)) return unordered(me, address, x, write, wrote);
+      // one bulk group of a warp: kernels in use let all its lanes store the same bytes
+      const int own = x->instance == now.instance && x->comp == now.comp && x->epoch == now.epoch;
+      if (!own && !remote_ordered(me, x, proxy)) return unordered(me, address, x, write, wrote);
       if (how != READ_ONLY) continue;
       fault(me->warp, me->op, FAULT_RACE, "ld.global.nc of 0x%llx, which this launch writes: it is for "
             "memory that is read-only", (unsigned long long)address);
