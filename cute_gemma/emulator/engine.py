@@ -282,36 +282,38 @@ def _run_interruptibly(desc: _CLaunch, result: _CResult, stop: ctypes.c_uint32) 
 
     Never returns or raises before the engine has ended: it works on memory that the caller frees.
     """
-    emu_run, ended = library().emu_run, threading.Event()
+    emu_run, begun, ended, lock = library().emu_run, threading.Event(), threading.Event(), threading.Lock()
 
     def work() -> None:
+        with lock:
+            if stop.value:
+                return
+            begun.set()
         try:
             emu_run(ctypes.byref(desc), ctypes.byref(result))
         finally:
             ended.set()
 
-    worker = threading.Thread(target=work, name="emulator")
     try:
-        worker.start()
-        _wait_for(worker, ended)
+        threading.Thread(target=work, name="emulator").start()
+        _wait_for(ended)
     except BaseException:
-        stop.value = 1
         while True:
             with contextlib.suppress(BaseException):  # a second Ctrl-C
-                _wait_for(worker, ended)
+                stop.value = 1
+                with lock:  # the thread may come to work later, or never
+                    running = begun.is_set()
+                if running:
+                    _wait_for(ended)
                 break
         Footprint(result.footprint)
         _take_trace(result)
         raise
 
 
-def _wait_for(worker: threading.Thread, ended: threading.Event) -> None:
-    """Until the thread has ended, or was never begun."""
-    # enumerate() knows a thread from the first step of start() on, is_alive() later. With a time limit, since a
-    # signal that another thread took does not end a wait.
-    while not ended.wait(0.2):
-        if worker not in threading.enumerate():
-            return
+def _wait_for(event: threading.Event) -> None:
+    while not event.wait(0.2):  # with a limit, since a signal that another thread took does not end a wait
+        pass
 
 
 def _take_trace(result: _CResult) -> np.ndarray:
