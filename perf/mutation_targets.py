@@ -201,8 +201,8 @@ def _mask(seq: int) -> Tensor:
 
 
 def _blocks(seq: int) -> Tensor:
-    """Tiles that are free or masked as a whole: query tiles, and pairs of them, that read other key tiles than
-    their neighbours or none."""
+    """Tiles that are free or masked as a whole: query tiles, and pairs of them, that read other key tiles
+    than their neighbours or none."""
     tiles = -(-seq // MASK_TILE)
     reads = torch.ones(tiles, tiles, dtype=torch.bool).tril()
     reads[0::4] = False  # the first of a CTA's two query tiles reads nothing
@@ -213,6 +213,13 @@ def _blocks(seq: int) -> Tensor:
     mask = torch.zeros(seq, seq)
     mask[~reads.repeat_interleave(MASK_TILE, 0).repeat_interleave(MASK_TILE, 1)[:seq, :seq]] = _LOWEST
     return mask[None, None].bfloat16()
+
+
+def _growing(seq: int) -> Tensor:
+    """The query tiles that come first read one key tile, those after them two or all."""
+    tile = torch.arange(seq) // MASK_TILE
+    count = torch.tensor([seq, 2, 1, 1])[tile]
+    return torch.where(tile[None] < count[:, None], 0.0, _LOWEST)[None, None].bfloat16()
 
 
 def _mask_symbols(seq: int, batch: int = 1) -> dict[str, int]:
@@ -307,6 +314,7 @@ def _attention_targets(arch: str) -> list[Target]:
         (1, _mask, 300, 1.0, 1.0),
         (1, _blocks, 900, 1.0, 1.0, 40.0),
         (5, _mask, 100, 1.0, 1.0),
+        (1, _growing, 500, 1.0, 1.0),
     )
     # Units of one or two key tiles, several a CTA of sm_90a; units of one whose second half has the peaks.
     few = (5, 100, 1.0, 1.0), (3, 200, 1.0, 1.0), (2, 100, 40.0, 0.3)
