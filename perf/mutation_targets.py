@@ -264,15 +264,16 @@ def _logits(batch: int, seq: int, head_dim: int, gains: tuple[float, ...]) -> In
 
 
 # ---------------------------------------------------------------- the kernels
-def _attention(arch: str, masked: bool, *args: Any, **settings: Any) -> Any:
+def _attention(arch: str, masked: bool, *args: Any, **tuning: Any) -> Any:
+    """tuning: what differs from the default one."""
     if arch == "sm_100a":
         from cute_gemma.kernels.sm100 import attention as module
     else:
         from cute_gemma.kernels.sm90 import attention as module
 
-        settings["tuning"] = replace(module.default_tuning(args[2]), sm_count=4)
+        tuning["sm_count"] = 4
     kind = module.MaskedAttention if masked else module.Attention
-    return kind(*args, **settings)
+    return kind(*args, tuning=replace(module.default_tuning(args[2]), **tuning))
 
 
 def _gemm(arch: str, name: str, *args: Any, tuning: Mapping[str, Any], norm: bool = False) -> Any:
@@ -306,8 +307,8 @@ def _rope_backward() -> Any:
 
 
 def _attention_targets(arch: str) -> list[Target]:
-    def kernel(masked: bool, *args: Any) -> Callable[[], Any]:
-        return partial(_attention, arch, masked, *args)
+    def kernel(masked: bool, *args: Any, **tuning: Any) -> Callable[[], Any]:
+        return partial(_attention, arch, masked, *args, **tuning)
 
     masked = (
         *((1, _mask, 700, *gains) for gains in ((1.0, 1.0), (0.5, 20.0), (20.0, 0.5), (120.0, 1.0))),
@@ -323,7 +324,15 @@ def _attention_targets(arch: str) -> list[Target]:
         several = (*((1, *case) for case in cases), *few)
         return lambda: [_logits(batch, seq, head_dim, gains) for batch, seq, *gains in several]
 
+    # What one architecture alone has: query tiles that two warpgroups share, as small grids get them.
+    own = [
+        Target("attention, one query tile", kernel(False, 2, 1, 128, SCALE, 50.0, "causal", query_tiles=1),
+               logits(128, (520, 0.5, 20.0), (520, 20.0, 0.5), (520, 120.0, 1.0), (300, 1.0, 1.0)), arch),
+        Target("attention, no cap, one query tile", kernel(False, 2, 1, 128, SCALE, None, "causal", query_tiles=1),
+               logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
+    ]  # fmt: skip
     return [
+        *(own if arch == "sm_100a" else []),
         Target("attention", kernel(False, 2, 1, 128, SCALE, 50.0, "causal"),
                logits(128, (700, 0.5, 20.0), (700, 20.0, 0.5), (700, 120.0, 1.0), (300, 1.0, 1.0)), arch),
         Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none"),
