@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from . import emulator, functional, functional_backward, jit
 from .config import AttentionConfig
+from .emulator import timeline
 from .plans import Plan, Step
 from .workloads import OutputCheck, Workload, case_for, check_output
+
+TRACE_EVENTS = 200_000
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,14 @@ class Verification:
 class Options:
     """How to run. target, backend: as in `attention_forward`.
 
-    schedule: of the emulator's asynchronous operations, "lazy", "eager" or "random:SEED".
+    schedule: of the emulator's asynchronous operations, "lazy", "eager" or "random:SEED". trace: a file for the
+    timeline of the emulated launches, Chrome trace JSON of at most TRACE_EVENTS events a launch.
     """
 
     target: str | None = None
     backend: str = "emulator"
     schedule: str = "lazy"
+    trace: str | None = None
 
 
 def plan_forward(inputs: Any, config: AttentionConfig, **options: Any) -> Plan:
@@ -91,6 +97,8 @@ def verify(
     if problem.number not in PLANNERS:
         raise ValueError(f"workload: got {problem.number!r}, want one of {', '.join(PLANNERS)}")
     backend = options.backend
+    if options.trace and backend != "emulator":
+        raise ValueError(f'trace: got {options.trace!r} with backend {backend!r}, want backend "emulator"')
     inputs, judge = _prepare(problem, name, batch, seq, seed)
     device = "cuda" if backend == "cuda" else "cpu"
     with torch.no_grad():
@@ -99,7 +107,13 @@ def verify(
         )
         plan.poison()
         with emulator.stream():
-            launches = [_timed_launch(plan, step, options) for step in plan.steps]
+            traced: list[tuple[str, Any]] = []
+            launches = [_timed_launch(plan, step, options, traced) for step in plan.steps]
+        if options.trace:
+            timeline.write(options.trace, traced)
+            for stage, report in traced:
+                if len(report.trace) >= TRACE_EVENTS:
+                    warnings.warn(f"trace: of {stage} only the first {TRACE_EVENTS:,} events were kept", stacklevel=2)
         stages = tuple(
             StageResult(step.stage, type(step.kernel).__name__, *launched, judge.checks(step.outputs))
             for step, launched in zip(plan.steps, launches, strict=True)
@@ -120,9 +134,9 @@ def verify(
 
 
 def _timed_launch(
-    plan: Plan, step: Step, options: Options
+    plan: Plan, step: Step, options: Options, traced: list[tuple[str, Any]]
 ) -> tuple[tuple[int, int, int] | None, int | None, float]:
-    """Grid, warp-instructions and seconds of one step, compiled beforehand."""
+    """Grid, warp-instructions and seconds of one step, compiled beforehand; its reports go to `traced`."""
     jit.compile(step.kernel, plan.target)
     if not plan.emulated:
         torch.cuda.synchronize()
@@ -130,7 +144,9 @@ def _timed_launch(
         plan.launch(step)
         torch.cuda.synchronize()
         return None, None, time.perf_counter() - start
-    reports = plan.launch(step, emulator.Options(schedule=options.schedule))
+    events = TRACE_EVENTS if options.trace else 0
+    reports = plan.launch(step, emulator.Options(schedule=options.schedule, trace=events))
+    traced += [(step.stage, report) for report in reports]
     seconds = sum(report.seconds for report in reports)
     return reports[0].launch.grid, sum(report.warp_instructions for report in reports), seconds
 

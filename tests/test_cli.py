@@ -167,3 +167,23 @@ def test_inspect_counts_traffic_against_the_minimum(capsys):
     assert float(ratios[1]) >= 1 and float(ratios[2]) >= 1
     assert main(["inspect", "051", "--batch", "1", "--seq", "3", "--no-traffic"]) == 0
     assert "global traffic" not in capsys.readouterr().out
+
+
+def test_a_run_writes_its_timeline(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main(["run", "051", "--batch", "1", "--seq", "3", "--trace", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    launches = {e["args"]["name"].partition(" CTA")[0] for e in events if e["name"] == "process_name"}
+    assert launches == {"norm backward", "gradients"}
+    begin = {name: [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"].startswith(name)]
+             for name in launches}  # fmt: skip
+    first, second = (
+        [e for e in events if e["ph"] == "X" and e["pid"] in begin[name]] for name in ("norm backward", "gradients")
+    )
+    assert first and second
+    assert max(e["ts"] + e["dur"] for e in first) <= min(e["ts"] for e in second)
+
+
+def test_a_timeline_of_a_gpu_is_refused(capsys):
+    assert main(["run", "047", "--backend", "cuda", "--trace", "out.json"]) == 1
+    assert "trace: got 'out.json' with backend 'cuda'" in capsys.readouterr().err

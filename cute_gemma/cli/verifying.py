@@ -31,6 +31,10 @@ def add_commands(commands: Any) -> None:
         "--inputs", default="suite", help="a kind of input sets (suite, structured, ...), or one set's name"
     )
     verify.add_argument("--json", action="store_true", help="print figures as JSON")
+    run.add_argument(
+        "--trace", metavar="FILE", help="write the emulated launches' timeline, up to 200,000 events each (Perfetto)"
+    )
+    verify.set_defaults(trace=None)
     run.set_defaults(action=run_workload, inputs="suite")
     verify.set_defaults(action=verify_workload)
 
@@ -62,7 +66,7 @@ def _verify(options: argparse.Namespace) -> list[Verification]:
     problem = workload(options.workload)
     known = options.inputs in problem.kinds
     names = problem.input_sets(options.inputs) if known else (options.inputs,)
-    how = Options(options.target, options.backend, options.schedule)
+    how = Options(options.target, options.backend, options.schedule, options.trace)
     return [verify(problem, name, options.batch, options.seq, options.seed, how) for name in names]
 
 

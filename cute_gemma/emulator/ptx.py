@@ -28,8 +28,6 @@ _TOKEN = re.compile(
       |(?P<punct>[{}()\[\],;:@!|+\-<>=])""",
     re.VERBOSE | re.DOTALL,
 )
-
-
 _VECTORS = {".v2": "xy", ".v4": "xyzw"}
 
 

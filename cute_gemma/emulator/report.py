@@ -87,7 +87,7 @@ class LaunchReport:
         roles: warp indices by role, for the names of the tracks. Raises ValueError when no events were
         recorded (`Options(trace=...)`).
         """
-        timeline.write(path, self, roles or {})
+        timeline.write(path, [("", self)], roles)
 
     def summary(self, top: int = 12) -> str:
         """The figures as text, with the `top` most frequent opcodes."""

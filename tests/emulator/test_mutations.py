@@ -66,7 +66,8 @@ def test_the_kernel_itself_is_not_reported(prepared, arch):
 
 
 def test_a_mutant_that_never_ends_is_stopped(cases):
-    (wait,) = [s for s in mutations.statements(cases[0].launch.ptx) if s.site == "mbarrier.try_wait.parity.shared.b64#1"]
+    site = "mbarrier.try_wait.parity.shared.b64#1"
+    (wait,) = [s for s in mutations.statements(cases[0].launch.ptx) if s.site == site]
     passed = wait.text.split()[1].rstrip(",")
     never = mutations.Mutant(
         mutations.SYNC, "spin", wait.site, wait.index + 1, wait.text,
