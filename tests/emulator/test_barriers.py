@@ -284,7 +284,10 @@ mbarrier.init.shared.b64 [%r2], 1; I: bar.sync 0;"""
         ("mov.u32 %r9, 0; mbarrier.arrive.shared.b64 _, [%r2], %r9;", emu.BarrierError,
             "an arrival with count 0"),
         ("mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;", emu.LeakError, "advice: .* 16 bytes pending in phase 0"),
-        ("mbarrier.arrive.shared.b64 %d9, [%r2]; mbarrier.arrive.shared.b64 _, [%r2]; "
+        ("mbarrier.arrive.shared.b64 _, [%r2]; mbarrier.arrive.shared.b64 _, [%r2];", emu.BarrierError,
+            "advice: .* phase 1 .* no thread has waited for phase 0"),
+        ("mbarrier.arrive.shared.b64 %d9, [%r2]; mbarrier.test_wait.shared.b64 %p5, [%r2], %d9; "
+            "mbarrier.arrive.shared.b64 _, [%r2]; "
             "mbarrier.test_wait.shared.b64 %p5, [%r2], %d9;", emu.BarrierError,
             "with a state of phase 0 .* in phase 2"),
     ],

@@ -73,6 +73,15 @@ static Status add_tx(Warp *w, const Op *op, Cta *cta, Mbarrier *b, int64_t tx) {
   return ST_NEXT;
 }
 
+// Strict checks: some thread sees that a phase is complete before the next one has an arrival. The PTX ISA does
+// not ask for it; compute-sanitizer does.
+static int phase_waited_for(Warp *w, const Op *op, const Cta *cta, const Mbarrier *b) {
+  if (w->launch->hazards != HAZARDS_STRICT || b->phase == b->first_phase || b->observed >= b->phase) return 1;
+  fault(w, op, FAULT_BARRIER, "advice: an arrival in phase %u of the mbarrier at 0x%x of CTA rank %u, while "
+        "no thread has waited for phase %u", b->phase, b->offset, cta->rank, b->phase - 1);
+  return 0;
+}
+
 Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t count, int32_t tx,
                    ClockId clock, int drop) {
   Mbarrier *b = mbar_find(w, op, cta, offset);
@@ -84,6 +93,7 @@ Status mbar_arrive(Warp *w, const Op *op, Cta *cta, uint32_t offset, uint32_t co
     return fault(w, op, FAULT_BARRIER, "%u arrivals on the mbarrier at 0x%x of CTA rank %u, which expects %u "
                  "more of %u in phase %u", count,
                  offset, cta->rank, b->pending, b->expected, b->phase);
+  if (!phase_waited_for(w, op, cta, b)) return ST_FAULT;
   if (w->launch->hazards) clock_join(cta->cluster, b->cur, clock);
   b->pending -= count;
   if (drop) b->expected -= count;
