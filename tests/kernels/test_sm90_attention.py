@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_gemma import jit
-from cute_gemma.emulator import Options
+from cute_gemma.emulator import Options, engine
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
 from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning, MaskedAttention
 from cute_gemma.kernels.sm90.attention_softmax import Quintic, usable_levels
@@ -23,11 +23,11 @@ SCALE = 128**-0.5
 LIMIT = 0.004
 
 
-def launch(kernel, *args, schedule="lazy"):
-    return jit.launch(kernel, *args, target=TARGET, backend="emulator", emulation=Options(schedule=schedule))
+def launch(kernel, *args, **options):
+    return jit.launch(kernel, *args, target=TARGET, backend="emulator", emulation=Options(**options))
 
 
-def run(kernel, q, k, v, mask=None, schedule="lazy"):
+def run(kernel, q, k, v, mask=None, **options):
     """The kernel's output, from NaN, and the launch's report; a mask goes through MaskScan."""
     out = torch.full_like(q, math.nan)
     extra = ()
@@ -37,7 +37,7 @@ def run(kernel, q, k, v, mask=None, schedule="lazy"):
         row_max = torch.full((batch, math.ceil(seq / SCAN_COLUMNS), seq), math.nan)
         extra = (mask, row_max, torch.full((batch, tiles, tiles), 99, dtype=torch.uint8))
         launch(MaskScan("f32" if mask.dtype == torch.float32 else "bf16"), *extra)
-    (report,) = launch(kernel, q, k, v, *extra, out, schedule=schedule)
+    (report,) = launch(kernel, q, k, v, *extra, out, **options)
     return out, report
 
 
@@ -97,6 +97,23 @@ def test_more_units_than_ctas():
     )
     assert torch.equal(bits(whole[0]), bits(few[0]))
     assert few[1].mma_flops == whole[1].mma_flops
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_strict_checks_over_several_units(head_dim, masked, monkeypatch):
+    """Every phase of a barrier is waited for, in units of none, one and several key tiles."""
+    # Some registers stay unwritten on paths that never run.
+    monkeypatch.setattr(engine, "_check_registers", lambda *_: None)
+    kind = MaskedAttention if masked else Attention
+    kernel = kind(2, 1, head_dim, head_dim**-0.5, 50.0)
+    kernel = replace(kernel, tuning=replace(kernel.tuning, sm_count=3))
+    for name in ("random", "late keys") if masked else (None,):
+        mask = masks(293, 2)[name].bfloat16() if masked else None
+        for schedule in ("lazy", "random:1"):
+            qkv = suite_qkv(2, 293, 2, 1, head_dim)
+            out, _ = run(kernel, *qkv, mask, schedule=schedule, hazards="strict")
+            assert out.isfinite().all()
 
 
 @pytest.mark.parametrize(

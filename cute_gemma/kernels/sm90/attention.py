@@ -74,13 +74,15 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Smem:
-    """q and out (64, D, consumers), k and v (64, D, stages). words: under a mask tensor, key tiles of this
-    unit and the next, then for some tiles in turn (see `word_of`) 4 j + class of tile j."""
+    """q and out (64, D, consumers), k and v (64, D, stages). Under a mask tensor, with each part of q counts
+    (consumers): how many key tiles the unit has; with the first keys of key tile j words (stages): 4 j + its
+    class."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     out: cute.Tensor
+    counts: cute.Tensor
     words: cute.Tensor
 
 
@@ -167,7 +169,8 @@ class Attention(AttentionBase):
             k_empty: cute.struct.MemRange[Int64, stages]
             v_full: cute.struct.MemRange[Int64, stages]
             v_empty: cute.struct.MemRange[Int64, stages]
-            words: cute.struct.MemRange[Int32, 2 + stages]
+            counts: cute.struct.MemRange[Int32, CONSUMERS]
+            words: cute.struct.MemRange[Int32, stages]
             q: cute.struct.Align[cute.struct.MemRange[BFloat16, rows], ALIGN]
             k: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * block], ALIGN]
             v: cute.struct.Align[cute.struct.MemRange[BFloat16, stages * block], ALIGN]
@@ -214,7 +217,8 @@ class Attention(AttentionBase):
         out = storage.q if self.shares_q else storage.out
         pairs = ((storage.q, rows), (storage.k, blocks), (storage.v, blocks), (out, rows))
         tensors = (buffer.get_tensor(layout.outer, swizzle=layout.inner) for buffer, layout in pairs)
-        return Smem(*tensors, storage.words.get_tensor(cute.make_layout(2 + self.tuning.stages)))
+        counts = storage.counts.get_tensor(cute.make_layout(CONSUMERS))
+        return Smem(*tensors, counts, storage.words.get_tensor(cute.make_layout(self.tuning.stages)))
 
     # ---- work units ----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from cute_gemma.kernels.common.mask import ALL_ZERO, MASKED_AT_OR_BELOW, MIXED
 from cute_gemma.kernels.common.softcap import LOG2_E
 from cute_gemma.kernels.common.softmax import pack_bf16
 from cute_gemma.kernels.sm90 import attention_softmax as softmax
-from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of, word_of
+from cute_gemma.kernels.sm90.attention_load import ROWS, TILE, stage_of
 
 WARP = 32
 WARPGROUP = 128
@@ -30,7 +30,7 @@ class Consumer:
     """What one warpgroup works with.
  group: its number; q (…, k blocks), k and v (…, k blocks, stage): operands in shared memory; scores: buffers
 of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; level: of
-softmax.capped_weights; lazy: of softmax.lazy_weights. """
+softmax.capped_weights; lazy: of softmax.lazy_weights; word: under a mask tensor, the next key tile's. """
 
     group: Int32
     q: cute.Tensor
@@ -42,6 +42,7 @@ softmax.capped_weights; lazy: of softmax.lazy_weights. """
     sums: cute.Tensor
     level: cute.Tensor
     lazy: softmax.Lazy
+    word: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
         unit = _unit(me, mask, tile, batch, end - 1, s)
         cute.arch.mbarrier_wait(bars.q_full + me.group, index & 1)
         if cutlass.const_expr(kernel.mask == "tensor"):
-            count = smem.words[index & 1]
+            count = smem.counts[me.group]
+            cute.arch.sync_warp()  # as in `_release_keys`
             if count > 0:
                 number = _walk(kernel, me, bars, smem, unit, count, number)
             elif cutlass.const_expr(not kernel.shares_q):
@@ -131,6 +133,7 @@ def _consumer(kernel, smem):
             cute.make_rmem_tensor((softmax.ROWS,), Float32),
             cute.make_rmem_tensor((1,), Int32),
         ),
+        cute.make_rmem_tensor((1,), Int32),
     )
 
 
@@ -195,26 +198,25 @@ def _first_tile(kernel, me, bars, smem, unit, number, more: cutlass.Constexpr):
     _issue_scores(kernel, me, bars, number, 0, Boolean(False))
     warpgroup.commit_group()
     warpgroup.wait_group(0)
-    tile = _key_tile(kernel, smem, unit, Int32(0), number, True)
-    if cutlass.const_expr(_keys_awaited(kernel, not more)):
-        _arrive(bars.k_empty + stage_of(kernel, number)[0])
+    _release_keys(kernel, me, bars, smem, number, True)
+    tile = _key_tile(kernel, me, unit, Int32(0), True)
     if cutlass.const_expr(kernel.lead == 2):
         _issue_scores(kernel, me, bars, number + 1, 1, Boolean(False))
         warpgroup.commit_group()
-    _block(kernel, me, bars, unit, tile, 0, number, (True, not more))
-    _block(kernel, me, bars, unit, tile, 1, number + 1, (False, not more))
+    _block(kernel, me, bars, smem, unit, tile, 0, number, (True, not more))
+    _block(kernel, me, bars, smem, unit, tile, 1, number + 1, (False, not more))
 
 
 @cute.jit
 def _later_tile(kernel, me, bars, smem, unit, i, number, last: cutlass.Constexpr):
     """Tile i of a unit, i > 0, whose first block is `number`."""
-    tile = _key_tile(kernel, smem, unit, i, number, False)
+    tile = _key_tile(kernel, me, unit, i, False)
     for half in cutlass.range_constexpr(2):
-        _block(kernel, me, bars, unit, tile, half, number + half, (False, last))
+        _block(kernel, me, bars, smem, unit, tile, half, number + half, (False, last))
 
 
 @cute.jit
-def _block(kernel, me, bars, unit, tile, half: cutlass.Constexpr, number, place: cutlass.Constexpr):
+def _block(kernel, me, bars, smem, unit, tile, half: cutlass.Constexpr, number, place: cutlass.Constexpr):
     """Weights of the block that is this half of a key tile, then the products that follow from them. place:
     whether it is the first block of the unit, and whether the tile is its last.
  Before products are issued, those issued a block ago end: that leaves the other warpgroup's to keep the
@@ -226,9 +228,8 @@ tensor core busy, and ptxas, which follows groups in flight through no loop, wan
     values_there = _is_full(kernel, bars.v_full, number)
     _weights(kernel, me, unit, tile, half, first)
     warpgroup.wait_group(0)
-    awaited = _keys_awaited(kernel, first and last)
-    if cutlass.const_expr(kernel.lead == 2 and awaited and not (last and half == 1)):
-        _arrive(bars.k_empty + stage_of(kernel, number + 1)[0])
+    if cutlass.const_expr(kernel.lead == 2 and not (last and half == 1)):
+        _release_keys(kernel, me, bars, smem, number + 1, half == 1)
     if cutlass.const_expr(not first):
         _arrive(bars.v_empty + stage_of(kernel, number - 1)[0])
     if cutlass.const_expr(last and half == 0 and not kernel.shares_q):
@@ -248,7 +249,7 @@ tensor core busy, and ptxas, which follows groups in flight through no loop, wan
     warpgroup.commit_group()
     if cutlass.const_expr(kernel.lead == 1 and not (last and half == 1)):
         warpgroup.wait_group(1)
-        _arrive(bars.k_empty + stage_of(kernel, number + 1)[0])
+        _release_keys(kernel, me, bars, smem, number + 1, half == 1)
 
 
 @cute.jit
@@ -261,10 +262,14 @@ def _issue_scores(kernel, me, bars, number, half: cutlass.Constexpr, there):
     _gemm(kernel.mmas()[0], me.scores[half % kernel.lead], me.q, me.k[None, None, None, stage], False)
 
 
-def _keys_awaited(kernel, only: bool) -> bool:
-    """Whether the load warp may yet wait for the stages of a tile's keys; `only`: of a unit's only tile. By
-    position, such units come last, and their keys wait for q alone."""
-    return not only or kernel.lead == 1 or kernel.mask == "tensor"
+def _release_keys(kernel, me, bars, smem, number, first: bool):
+    """Gives back the stage of keys of block `number`, whose scores are done. first: of its key tile, whose
+    word goes with it."""
+    stage = stage_of(kernel, number)[0]
+    if kernel.mask == "tensor" and first:
+        me.word[0] = smem.words[stage]
+        cute.arch.sync_warp()  # one lane arrives for all that have read
+    _arrive(bars.k_empty + stage)
 
 
 def _is_full(kernel, barriers, number):
@@ -291,10 +296,10 @@ def _arrive(barrier):
 # ---- weights -----------------------------------------------------------------------------------------------
 
 
-def _key_tile(kernel, smem, unit, i, number, first: bool):
-    """Tile i of the unit, whose first block is `number`."""
+def _key_tile(kernel, me, unit, i, first: bool):
+    """Tile i of the unit."""
     if kernel.mask == "tensor":
-        word = smem.words[word_of(kernel, number)]
+        word = me.word[0]
         j, kind = word >> 2, word & 3
         clean = Boolean(kind == ALL_ZERO) & unit.plain & Boolean((j + 1) * TILE <= unit.s)
         return KeyTile(j, clean, kind)

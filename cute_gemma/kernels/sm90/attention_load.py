@@ -55,29 +55,29 @@ def _parts(atom, smem, gmem):
 
 @cute.jit
 def _load_q(kernel, bars, smem, load, index, tile, count):
-    """q of each consumer; before it, under a mask tensor, how many key tiles there are."""
+    """q of each consumer and, under a mask tensor, how many key tiles there are."""
     atom, (target, source) = load
     consumers = cute.size(smem.q, mode=[2])
     for g in cutlass.range_constexpr(consumers):
         cute.arch.mbarrier_wait(bars.q_empty + g, (index & 1) ^ 1)
         with cute.arch.elect_one():
-            if cutlass.const_expr(count is not None and g == 0):
-                smem.words[index & 1] = count
+            if cutlass.const_expr(count is not None):
+                smem.counts[g] = count
             cute.arch.mbarrier_arrive_and_expect_tx(bars.q_full + g, ROWS * kernel.head_dim * 2)
         cute.copy(atom, source[None, tile * consumers + g], target[None, g], tma_bar_ptr=bars.q_full + g)
 
 
 @cute.jit
-def _load_block(kernel, smem, load, block, number, word, free: cutlass.Constexpr = False):
-    """Block `number` of this CTA's keys or values from rows 64 * `block`, once its stage is free, as it is
-    known to be if `free`. word: of the tile whose first keys these are, under a mask tensor, else None."""
+def _load_block(kernel, smem, load, block, number, word):
+    """Block `number` of this CTA's keys or values from rows 64 * `block`, once its stage is free. word: of
+    the tile whose first keys these are, under a mask tensor, else None."""
     atom, (target, source), full, empty = load
     stage, phase = stage_of(kernel, number)
-    if cutlass.const_expr(not free):
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+    # Also where other waits tell that it is free: every phase is to be waited for.
+    cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
     with cute.arch.elect_one():
         if cutlass.const_expr(word is not None):
-            smem.words[word_of(kernel, number)] = word
+            smem.words[stage] = word
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, ROWS * kernel.head_dim * 2)
     cute.copy(atom, source[None, block], target[None, stage], tma_bar_ptr=full + stage)
 
@@ -88,17 +88,10 @@ def stage_of(kernel, number):
     return number & (stages - 1), (number >> (stages.bit_length() - 1)) & 1
 
 
-def word_of(kernel, number):
-    """Where the word of the tile whose first block is `number` lies. As many tiles as stages have one, since
-    the stage of a tile's keys is free for others before its word has been read."""
-    return 2 + ((number >> 1) & (kernel.tuning.stages - 1))
-
-
 def _begin_tile(kernel, smem, loads, j, word, number):
     """The first tile's keys that lead. Returns the number of the first block whose values are to come."""
-    # Consumers release q, which the load warp has waited for, after the last keys that it meets.
     for i in range(kernel.lead):
-        _load_block(kernel, smem, loads[0], 2 * j + 1 - i, number + i, word if i == 0 else None, True)
+        _load_block(kernel, smem, loads[0], 2 * j + 1 - i, number + i, word if i == 0 else None)
     return number
 
 
@@ -110,8 +103,7 @@ def _next_tile(kernel, smem, loads, j, following, word, number):
         keys, words = (2 * j, 2 * following + 1), (None, word)
     for i in range(2):
         _load_block(kernel, smem, loads[0], keys[i], number + kernel.lead + i, words[i])
-        # With a lead of 2, a consumer releases the keys that lay there after the product with these values.
-        _load_block(kernel, smem, loads[1], 2 * j + 1 - i, number + i, None, kernel.lead == 2)
+        _load_block(kernel, smem, loads[1], 2 * j + 1 - i, number + i, None)
     return number + 2
 
 
