@@ -83,11 +83,11 @@ def scan(mask, schedule="lazy"):
     return row_max, classes
 
 
-def run(kernel, q, k, v, mask=None, schedule="lazy") -> tuple[torch.Tensor, LaunchReport]:
+def run(kernel, q, k, v, mask=None, schedule="lazy", hazards=True) -> tuple[torch.Tensor, LaunchReport]:
     """The kernel's output, from NaN, and the launch's report; a mask goes through MaskScan."""
     out = torch.full_like(q, math.nan)
     extra = () if mask is None else (mask, *scan(mask, schedule))
-    options = Options(schedule=schedule)
+    options = Options(schedule=schedule, hazards=hazards)
     reports = jit.launch(kernel, q, k, v, *extra, out, target=TARGET, backend="emulator", emulation=options)
     return out, reports[0]
 

@@ -430,6 +430,9 @@ def online_tile(kernel, rows: Rows, j, kind, source, count, state):
     total, pairs = (sum0, sum1), pairs_of(scores)
     for part in cutlass.range_constexpr(kernel.p_parts):
         total, packed = _shifted_part(pairs, part, (slope, slope), (-subtracted, -subtracted), total)
+        if cutlass.const_expr(chain is not None and part == kernel.p_parts - 1):
+            if count > 0:  # every phase is waited for, also where nothing is rescaled
+                cute.arch.mbarrier_wait(chain.o_done, (count - 1) & 1)
         _store_part(kernel, rows, packed, part)
     return new, total[0], total[1]
 
