@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cute_gemma.emulator import tvm_abi
 from cute_gemma.emulator.build import build_library
 from cute_gemma.emulator.launch import Launch, LaunchError, entry_names, parse_entry
 
@@ -76,43 +77,6 @@ class _LaunchAttribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int32), ("padding", ctypes.c_int32), ("value", ctypes.c_uint8 * 64)]
 
 
-class _DLTensor(ctypes.Structure):
-    """DLTensor (DLPack), with its DLDevice and DLDataType members spelt out."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("type_code", ctypes.c_uint8),
-        ("type_bits", ctypes.c_uint8),
-        ("type_lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _AnyValue(ctypes.Union):
-    _fields_ = [("v_int64", ctypes.c_int64), ("v_float64", ctypes.c_double), ("v_ptr", ctypes.c_void_p)]
-
-
-class _Any(ctypes.Structure):
-    """TVMFFIAny: a tagged value, TVM-FFI's calling convention."""
-
-    _fields_ = [("type_index", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", _AnyValue)]
-
-
-# TVMFFITypeIndex and DLDeviceType.
-_ANY_NONE, _ANY_INT, _ANY_BOOL, _ANY_FLOAT, _ANY_DLTENSOR, _ANY_ARRAY = 0, 1, 2, 3, 7, 71
-_DEVICE_CUDA = 2
-# torch dtype -> DLDataType code and bits.
-_DLPACK_DTYPES = {
-    "bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bool": (6, 8),
-    "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64), "uint8": (1, 8),
-    "float8_e4m3fn": (10, 8), "float8_e5m2": (12, 8),
-}  # fmt: skip
-
 _LAUNCH_CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_char_p,
@@ -152,6 +116,15 @@ class HostCode:
         CPU memory), ints, floats, bools and None; for a packed entry the addresses of its arguments. One call
         at a time: the library holds the callback.
         """
+        call = self._call_packed if self.packed else self._call_tvm_ffi
+        self._run(lambda: call(args), on_launch)
+
+    def call_any(self, packed: int, count: int, on_launch: OnLaunch) -> None:
+        """Runs a TVM-FFI entry on the `count` TVMFFIAny at address `packed`, otherwise as a call does."""
+        arguments = ctypes.c_void_p(packed), count, ctypes.byref(tvm_abi.Any())
+        self._run(lambda: self._function(None, *arguments), on_launch)
+
+    def _run(self, call: Callable[[], int], on_launch: OnLaunch) -> None:
         raised: list[BaseException] = []
 
         @_LAUNCH_CALLBACK
@@ -169,7 +142,7 @@ class HostCode:
             self._lib.callbacks.append(callback)
             self._lib.shim_set_callback(callback)
             try:
-                failed = self._call_packed(args) if self.packed else self._call_tvm_ffi(args)
+                failed = call()
             finally:
                 self._lib.callbacks.pop()
                 self._lib.shim_set_callback(self._lib.callbacks[-1])
@@ -180,8 +153,8 @@ class HostCode:
 
     def _call_tvm_ffi(self, args: Sequence[Any]) -> int:
         keep_alive: list[Any] = []
-        packed = (_Any * max(1, len(args)))(*(_to_any(i, arg, keep_alive) for i, arg in enumerate(args)))
-        return self._function(None, packed, len(args), ctypes.byref(_Any()))
+        packed = (tvm_abi.Any * max(1, len(args)))(*(_to_any(i, arg, keep_alive) for i, arg in enumerate(args)))
+        return self._function(None, packed, len(args), ctypes.byref(tvm_abi.Any()))
 
     def _call_packed(self, args: Sequence[Any]) -> int:
         self._load_packed()
@@ -391,15 +364,15 @@ def _read_launch(ptx: str, kernel: str, max_dynamic_smem: int, config: _LaunchCo
     return launch
 
 
-def _to_any(index: int, arg: Any, keep_alive: list[Any]) -> _Any:
+def _to_any(index: int, arg: Any, keep_alive: list[Any]) -> tvm_abi.Any:
     if arg is None:
-        return _Any(_ANY_NONE, 0, _AnyValue(v_int64=0))
+        return tvm_abi.Any(tvm_abi.ANY_NONE, 0, tvm_abi.AnyValue(v_int64=0))
     if isinstance(arg, bool):
-        return _Any(_ANY_BOOL, 0, _AnyValue(v_int64=int(arg)))
+        return tvm_abi.Any(tvm_abi.ANY_BOOL, 0, tvm_abi.AnyValue(v_int64=int(arg)))
     if isinstance(arg, int):
-        return _Any(_ANY_INT, 0, _AnyValue(v_int64=arg))
+        return tvm_abi.Any(tvm_abi.ANY_INT, 0, tvm_abi.AnyValue(v_int64=arg))
     if isinstance(arg, float):
-        return _Any(_ANY_FLOAT, 0, _AnyValue(v_float64=arg))
+        return tvm_abi.Any(tvm_abi.ANY_FLOAT, 0, tvm_abi.AnyValue(v_float64=arg))
     if isinstance(arg, tuple):
         return _to_array(index, arg, keep_alive)
     if not hasattr(arg, "data_ptr"):
@@ -409,19 +382,19 @@ def _to_any(index: int, arg: Any, keep_alive: list[Any]) -> _Any:
     if getattr(getattr(arg, "device", None), "type", "cpu") != "cpu":
         raise ValueError(f"argument {index}: tensor on {arg.device}, expected one in CPU memory")
     dtype = str(arg.dtype).removeprefix("torch.")
-    if dtype not in _DLPACK_DTYPES:
-        raise TypeError(f"argument {index}: dtype {arg.dtype}, expected one of {', '.join(_DLPACK_DTYPES)}")
-    code, bits = _DLPACK_DTYPES[dtype]
+    if dtype not in tvm_abi.DLPACK_DTYPES:
+        raise TypeError(f"argument {index}: dtype {arg.dtype}, expected one of {', '.join(tvm_abi.DLPACK_DTYPES)}")
+    code, bits = tvm_abi.DLPACK_DTYPES[dtype]
     ndim = len(arg.shape)
     shape = (ctypes.c_int64 * ndim)(*arg.shape)
     strides = (ctypes.c_int64 * ndim)(*arg.stride())
     # The host code checks that its tensors are on a CUDA device; to it, CPU memory is device memory here.
-    tensor = _DLTensor(arg.data_ptr(), _DEVICE_CUDA, 0, ndim, code, bits, 1, shape, strides, 0)
+    tensor = tvm_abi.DLTensor(arg.data_ptr(), tvm_abi.DEVICE_CUDA, 0, ndim, code, bits, 1, shape, strides, 0)
     keep_alive.extend((shape, strides, tensor, arg))
-    return _Any(_ANY_DLTENSOR, 0, _AnyValue(v_ptr=ctypes.addressof(tensor)))
+    return tvm_abi.Any(tvm_abi.ANY_DLTENSOR, 0, tvm_abi.AnyValue(v_ptr=ctypes.addressof(tensor)))
 
 
-def _to_array(index: int, arg: tuple, keep_alive: list[Any]) -> _Any:
+def _to_array(index: int, arg: tuple, keep_alive: list[Any]) -> tvm_abi.Any:
     """A tuple, named or not, of anything but tensors: those in it would keep the device they are on."""
     import tvm_ffi
 
@@ -434,4 +407,4 @@ def _to_array(index: int, arg: tuple, keep_alive: list[Any]) -> _Any:
         raise TypeError(f"argument {index}: got {arg!r}, expected ints, floats, bools, None and tuples in it")
     array = tvm_ffi.convert(arg)
     keep_alive.append(array)
-    return _Any(_ANY_ARRAY, 0, _AnyValue(v_ptr=array.__chandle__()))
+    return tvm_abi.Any(tvm_abi.ANY_ARRAY, 0, tvm_abi.AnyValue(v_ptr=array.__chandle__()))
