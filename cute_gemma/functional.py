@@ -3,6 +3,9 @@
 Tensors on a GPU run there, on its current stream, without synchronising. Tensors on the CPU run in the
 emulator. Inputs are never copied: a tensor that is not contiguous is rejected, save a mask expanded over the
 batch, which is read where it lies.
+
+A call like an earlier one (`RecipeCache`) is launched without being checked and planned again. On a GPU these calls
+share one workspace a stream (`workspace.Kept`), up to 32 MiB that stay allocated; a plan has its own.
 """
 
 from __future__ import annotations
@@ -13,9 +16,15 @@ from torch import Tensor
 from . import jit
 from .checks import check_heads, check_mask, check_tensor
 from .config import AttentionConfig
-from .plans import Plan, attention_plan, forward_plan
+from .plans import Plan
+from .recipe_cache import RecipeCache
+from .recipes import Recipe
+from .plans_forward import attention_recipe, forward_recipe
 
 BACKENDS = {"cpu": "emulator", "cuda": "cuda"}
+
+_forward_recipes = RecipeCache()
+_attention_recipes = RecipeCache()
 
 
 def attention_forward(
@@ -57,25 +66,24 @@ def attention_forward(
     ValueError for a wrong shape, stride, alignment, device or number, each naming the argument, what came
     and what is wanted; jit.UnsupportedTargetError for a GPU or target without kernels.
     """
-    plan = plan_attention_forward(
+    tensors = (
         hidden_states,
         cos,
         sin,
-        attention_mask,
         q_proj_weight,
         k_proj_weight,
         v_proj_weight,
         o_proj_weight,
         q_norm_weight,
         k_norm_weight,
-        softcap=softcap,
-        eps=eps,
-        head_dim=head_dim,
-        target=target,
-        backend=backend,
     )
-    plan.run()
-    return plan.output
+    mask, numbers = attention_mask, (softcap, eps, head_dim, target, backend)
+    if isinstance(mask, Tensor):
+        tensors += (mask,)
+    recipe, key, addresses = _forward_recipes.find(tensors, numbers, mask)
+    if recipe is None:
+        recipe = _forward_recipes.keep(key, _forward_recipe(*tensors[:9], mask, *numbers))
+    return recipe.run(tensors, addresses)
 
 
 def plan_attention_forward(
@@ -97,6 +105,41 @@ def plan_attention_forward(
     backend: str | None = None,
 ) -> Plan:
     """The checked and allocated launches of `attention_forward`, not yet run; same arguments and errors."""
+    tensors = (
+        hidden_states,
+        cos,
+        sin,
+        q_proj_weight,
+        k_proj_weight,
+        v_proj_weight,
+        o_proj_weight,
+        q_norm_weight,
+        k_norm_weight,
+    )
+    numbers = softcap, eps, head_dim, target, backend
+    if isinstance(attention_mask, Tensor):
+        tensors += (attention_mask,)
+    return _forward_recipe(*tensors[:9], attention_mask, *numbers).plan(tensors)
+
+
+def _forward_recipe(
+    hidden_states: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_proj_weight: Tensor,
+    k_proj_weight: Tensor,
+    v_proj_weight: Tensor,
+    o_proj_weight: Tensor,
+    q_norm_weight: Tensor,
+    k_norm_weight: Tensor,
+    attention_mask: Tensor | str | None,
+    softcap: float | None,
+    eps: float,
+    head_dim: int,
+    target: str | None,
+    backend: str | None,
+) -> Recipe:
+    """The checks of `attention_forward`, and what it launches."""
     config = AttentionConfig(softcap=softcap, eps=eps, head_dim=head_dim)  # checks the numbers first
     hidden_states = check_tensor("hidden_states", hidden_states, ("B", "S", "C"))
     batch, seq, hidden = hidden_states.shape
@@ -133,7 +176,7 @@ def plan_attention_forward(
         "q_norm_weight": q_norm_weight,
         "k_norm_weight": k_norm_weight,
     }
-    return forward_plan(inputs, mask, config, resolve_call_target(target, backend, device))
+    return forward_recipe(inputs, mask, config, resolve_call_target(target, backend, device))
 
 
 def attention(
@@ -155,9 +198,12 @@ def attention(
 
     Returns a new bfloat16 tensor [B, S, H, D]. Raises as `attention_forward` does.
     """
-    plan = plan_attention(q, k, v, mask=mask, softcap=softcap, scale=scale, target=target, backend=backend)
-    plan.run()
-    return plan.output
+    tensors = (q, k, v, mask) if isinstance(mask, Tensor) else (q, k, v)
+    numbers = softcap, scale, target, backend
+    recipe, key, addresses = _attention_recipes.find(tensors, numbers, mask)
+    if recipe is None:
+        recipe = _attention_recipes.keep(key, _attention_recipe(q, k, v, mask, *numbers))
+    return recipe.run(tensors, addresses)
 
 
 def plan_attention(
@@ -172,6 +218,21 @@ def plan_attention(
     backend: str | None = None,
 ) -> Plan:
     """The checked and allocated launches of `attention`, not yet run; same arguments and errors."""
+    tensors = (q, k, v, mask) if isinstance(mask, Tensor) else (q, k, v)
+    return _attention_recipe(q, k, v, mask, softcap, scale, target, backend).plan(tensors)
+
+
+def _attention_recipe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | str | None,
+    softcap: float | None,
+    scale: float | None,
+    target: str | None,
+    backend: str | None,
+) -> Recipe:
+    """The checks of `attention`, and what it launches."""
     q = check_tensor("q", q, ("B", "S", "H", "D"))
     batch, seq, heads, head_dim = q.shape
     k = check_tensor("k", k, (batch, seq, "KV", head_dim), device=q.device)
@@ -181,7 +242,8 @@ def plan_attention(
     if heads % kv_heads:
         raise ValueError(f"k: got {kv_heads} heads, want a divisor of q's {heads}")
     config = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, softcap=softcap, scale=scale)
-    return attention_plan(q, k, v, mask, config, resolve_call_target(target, backend, q.device))
+    inputs = {"q": q, "k": k, "v": v}
+    return attention_recipe(inputs, mask, config, resolve_call_target(target, backend, q.device))
 
 
 def resolve_call_target(target: str | None, backend: str | None, device: torch.device) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,13 @@ from torch import Tensor
 from .checks import check_tensor
 from .functional import resolve_call_target
 from .plans import Plan
-from .plans_backward import BackwardSizes, backward_plan, rope_backward_plan
+from .recipe_cache import RecipeCache
+from .recipes import Recipe
+from .plans_backward import BackwardSizes, backward_recipe, rope_backward_recipe
 from .reference import QKVGradients
+
+_backward_recipes = RecipeCache()
+_rope_recipes = RecipeCache()
 
 
 def qkv_backward(
@@ -55,7 +60,7 @@ def qkv_backward(
     for a wrong shape, stride, alignment or device and for memory that overlaps, each naming the argument,
     what came and what is wanted; jit.UnsupportedTargetError for a GPU or target without kernels.
     """
-    plan = plan_qkv_backward(
+    tensors = (
         grad_query,
         grad_key,
         grad_value,
@@ -69,12 +74,11 @@ def qkv_backward(
         k_rstd,
         q_normed,
         k_normed,
-        target=target,
-        backend=backend,
-        out=out,
     )
-    plan.run()
-    return plan.output
+    recipe, key, addresses = _backward_recipes.find(tensors, (target, backend))
+    if recipe is None:
+        recipe = _backward_recipes.keep(key, _backward_recipe(tensors, target, backend))
+    return recipe.run(tensors, addresses, None if out is None else _check_out(out, recipe, tensors))
 
 
 def plan_qkv_backward(
@@ -97,65 +101,88 @@ def plan_qkv_backward(
     out: QKVGradients | None = None,
 ) -> Plan:
     """The checked and allocated launches of `qkv_backward`, not yet run; same arguments and errors."""
-    given = dict(locals())
-    names = [name for name in given if name not in ("target", "backend", "out")]
-    inputs, sizes = _check_inputs({name: given[name] for name in names})
-    results = _check_out(out, sizes, inputs)
-    target = resolve_call_target(target, backend, inputs["grad_query"].device)
-    return backward_plan(inputs, results, sizes, target)
+    tensors = (
+        grad_query,
+        grad_key,
+        grad_value,
+        hidden_states,
+        q_weight,
+        k_weight,
+        v_weight,
+        q_norm_weight,
+        k_norm_weight,
+        q_rstd,
+        k_rstd,
+        q_normed,
+        k_normed,
+    )
+    recipe = _backward_recipe(tensors, target, backend)
+    return recipe.plan(tensors, None if out is None else _check_out(out, recipe, tensors))
 
 
-def _check_inputs(given: Mapping[str, object]) -> tuple[dict[str, Tensor], BackwardSizes]:
-    grad_query = check_tensor("grad_query", given["grad_query"], ("B", "H", "S", "D"))
+def _backward_recipe(tensors: Sequence[Tensor], target: str | None, backend: str | None) -> Recipe:
+    """The checks of `qkv_backward`, and what it launches. tensors: its positional arguments."""
+    (
+        grad_query,
+        grad_key,
+        grad_value,
+        hidden_states,
+        q_weight,
+        k_weight,
+        v_weight,
+        q_norm_weight,
+        k_norm_weight,
+        q_rstd,
+        k_rstd,
+        q_normed,
+        k_normed,
+    ) = tensors
+    grad_query = check_tensor("grad_query", grad_query, ("B", "H", "S", "D"))
     batch, heads, seq, dim = grad_query.shape
     device = grad_query.device
-    checked = {"grad_query": grad_query}
+    inputs = {"grad_query": grad_query}
 
-    def check(name: str, *shape: int | str, dtype: torch.dtype = torch.bfloat16, align: int = 16) -> Tensor:
-        checked[name] = check_tensor(name, given[name], shape, (dtype,), device, align)
-        return checked[name]
+    def check(
+        name: str, value: object, *shape: int | str, dtype: torch.dtype = torch.bfloat16, align: int = 16
+    ) -> Tensor:
+        inputs[name] = check_tensor(name, value, shape, (dtype,), device, align)
+        return inputs[name]
 
-    kv_heads = check("grad_key", batch, "KV", seq, dim).shape[1]
-    check("grad_value", batch, kv_heads, seq, dim)
-    hidden = check("hidden_states", batch, seq, "C").shape[2]
+    kv_heads = check("grad_key", grad_key, batch, "KV", seq, dim).shape[1]
+    check("grad_value", grad_value, batch, kv_heads, seq, dim)
+    hidden = check("hidden_states", hidden_states, batch, seq, "C").shape[2]
     if hidden % 8:
         raise ValueError(f"hidden_states: got {hidden} columns, want a multiple of 8 (16-byte rows for TMA)")
-    check("q_weight", heads * dim, hidden)
-    check("k_weight", kv_heads * dim, hidden)
-    check("v_weight", kv_heads * dim, hidden)
-    check("q_norm_weight", dim)
-    check("k_norm_weight", dim)
-    check("q_rstd", batch, heads, seq, 1, dtype=torch.float32, align=4)
-    check("k_rstd", batch, kv_heads, seq, 1, dtype=torch.float32, align=4)
-    check("q_normed", batch, heads, seq, dim)
-    check("k_normed", batch, kv_heads, seq, dim)
-    return checked, BackwardSizes(batch, seq, hidden, heads, kv_heads, dim)
+    check("q_weight", q_weight, heads * dim, hidden)
+    check("k_weight", k_weight, kv_heads * dim, hidden)
+    check("v_weight", v_weight, kv_heads * dim, hidden)
+    check("q_norm_weight", q_norm_weight, dim)
+    check("k_norm_weight", k_norm_weight, dim)
+    check("q_rstd", q_rstd, batch, heads, seq, 1, dtype=torch.float32, align=4)
+    check("k_rstd", k_rstd, batch, kv_heads, seq, 1, dtype=torch.float32, align=4)
+    check("q_normed", q_normed, batch, heads, seq, dim)
+    check("k_normed", k_normed, batch, kv_heads, seq, dim)
+    sizes = BackwardSizes(batch, seq, hidden, heads, kv_heads, dim)
+    return backward_recipe(inputs, sizes, resolve_call_target(target, backend, device))
 
 
-def _check_out(
-    out: QKVGradients | None, sizes: BackwardSizes, inputs: Mapping[str, Tensor]
-) -> QKVGradients:
+def _check_out(out: QKVGradients, recipe: Recipe, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Where the results go: what `out` gives, and new tensors for the rest."""
-    if out is not None and not isinstance(out, QKVGradients):
+    if not isinstance(out, QKVGradients):
         raise TypeError(f"out: got {type(out).__name__}, want a QKVGradients or None")
-    device = inputs["grad_query"].device
-    taken = list(inputs.items())
-    results = {}
-    for name, (shape, dtype) in sizes.results().items():
-        value = None if out is None else getattr(out, name)
+    taken = list(zip(recipe.inputs, inputs, strict=True))
+    for name, value, output in zip(QKVGradients._fields, out, recipe.outputs.values(), strict=True):
         if value is None:
             continue
         label = f"out.{name}"
-        align = 16 if dtype == torch.bfloat16 else 4
-        results[name] = check_tensor(label, value, shape, (dtype,), device, align)
+        align = 16 if output.dtype == torch.bfloat16 else 4
+        shape = recipe.inputs[output.like].shape
+        check_tensor(label, value, shape, (output.dtype,), recipe.device, align)
         for other, tensor in taken:
             if _overlap(value, tensor):
                 raise ValueError(f"{label}: got memory that overlaps {other}, want memory of its own")
         taken.append((label, value))
-    for name, (shape, dtype) in sizes.results().items():
-        if name not in results:
-            results[name] = torch.empty(shape, dtype=dtype, device=device)
-    return QKVGradients(**results)
+    return [new if given is None else given for given, new in zip(out, recipe.new_outputs(inputs), strict=True)]
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -183,9 +210,11 @@ def rope_backward(
     Forward, with halves t = (t1, t2): (t1 cos1 - t2 sin1, t2 cos2 + t1 sin2). Returns new bfloat16 tensors
     (g1 cos1 + g2 sin2, g2 cos2 - g1 sin1), computed in float32. Raises as `qkv_backward` does.
     """
-    plan = plan_rope_backward(grad_query, grad_key, cos, sin, target=target, backend=backend)
-    plan.run()
-    return plan.output
+    tensors = grad_query, grad_key, cos, sin
+    recipe, key, addresses = _rope_recipes.find(tensors, (target, backend))
+    if recipe is None:
+        recipe = _rope_recipes.keep(key, _rope_backward_recipe(*tensors, target, backend))
+    return recipe.run(tensors, addresses)
 
 
 def plan_rope_backward(
@@ -198,6 +227,14 @@ def plan_rope_backward(
     backend: str | None = None,
 ) -> Plan:
     """The checked and allocated launch of `rope_backward`, not yet run; same arguments and errors."""
+    tensors = grad_query, grad_key, cos, sin
+    return _rope_backward_recipe(*tensors, target, backend).plan(tensors)
+
+
+def _rope_backward_recipe(
+    grad_query: Tensor, grad_key: Tensor, cos: Tensor, sin: Tensor, target: str | None, backend: str | None
+) -> Recipe:
+    """The checks of `rope_backward`, and what it launches."""
     grad_query = check_tensor("grad_query", grad_query, ("B", "H", "S", "D"))
     batch, _, seq, dim = grad_query.shape
     device = grad_query.device
@@ -207,4 +244,5 @@ def plan_rope_backward(
     if dim % 16:
         raise ValueError(f"grad_query: got {dim} elements a head, want a multiple of 16")
     target = resolve_call_target(target, backend, device)
-    return rope_backward_plan(grad_query, grad_key, cos, sin, target)
+    inputs = {"grad_query": grad_query, "grad_key": grad_key, "cos": cos, "sin": sin}
+    return rope_backward_recipe(inputs, target)

@@ -1,4 +1,4 @@
-"""From checked tensors to the launches of the backward pass."""
+"""What the calls of the backward pass launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels.registry import backward_kernels
-from .plans import Plan, PlanBuilder, Workspace
+from .recipes import Output, Recipe, RecipeBuilder
 from .reference import QKVGradients
 
 
@@ -24,23 +24,9 @@ class BackwardSizes:
     kv_heads: int
     head_dim: int
 
-    def results(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each of QKVGradients."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "hidden_states": ((self.batch, self.seq, self.hidden), torch.bfloat16),
-            "q_weight": ((query, self.hidden), torch.bfloat16),
-            "k_weight": ((key, self.hidden), torch.bfloat16),
-            "v_weight": ((key, self.hidden), torch.bfloat16),
-            "q_norm_weight": ((self.head_dim,), torch.float32),
-            "k_norm_weight": ((self.head_dim,), torch.float32),
-        }
 
-
-def backward_plan(
-    inputs: Mapping[str, Tensor], results: QKVGradients, sizes: BackwardSizes, target: str
-) -> Plan:
-    """Workload 051 on checked tensors, named as in `qkv_backward`, to `results`.
+def backward_recipe(inputs: Mapping[str, Tensor], sizes: BackwardSizes, target: str) -> Recipe:
+    """Workload 051 on checked tensors, named as in `qkv_backward`, to QKVGradients.
 
     The gradients of the q and k projections lie in the workspace, bfloat16 [B, heads, S, D], beside the
     partial sums of the norm-weight gradients. grad_value is read in place.
@@ -49,44 +35,32 @@ def backward_plan(
     if sizes.head_dim not in kernels.head_dims:
         wanted = " or ".join(map(str, kernels.head_dims))
         raise ValueError(f"grad_query: got {sizes.head_dim} elements a head, want {wanted} on {target}")
-    workspace = Workspace(inputs["grad_query"].device)
-    builder = PlanBuilder(target, workspace)
+    builder = RecipeBuilder(target)
     norm = kernels.norm_backward(sizes)
     gradients = kernels.gradients(sizes, norm)
     slots = {
-        name: workspace.request(name, torch.bfloat16, tuple(inputs[like].shape))
+        name: builder.slot(name, torch.bfloat16, tuple(inputs[like].shape))
         for name, like in (("grad_q", "grad_query"), ("grad_k", "grad_key"))
     }
-    partials = workspace.request("norm_partials", torch.float32, norm.partials_shape)
-    builder.add(
-        "norm backward",
-        norm,
-        {
-            **inputs,
-            "q_rstd": inputs["q_rstd"].view(-1),
-            "k_rstd": inputs["k_rstd"].view(-1),
-            "grad_q": slots["grad_q"],
-            "grad_k": slots["grad_k"],
-            "norm_partials": partials,
-        },
-        {},
-    )
-    outputs = results._asdict()
-    builder.add(
-        "gradients",
-        gradients,
-        {**inputs, **slots, "norm_partials": partials, **{f"grad_{name}": t for name, t in outputs.items()}},
-        outputs,
-    )
-    return builder.build(results)
+    slots["norm_partials"] = builder.slot("norm_partials", torch.float32, norm.partials_shape)
+    named = {name: name for name in inputs}
+    builder.add("norm backward", norm, {**named, **slots}, {})
+    # Each gradient has the shape of what it belongs to, an input of that name.
+    outputs = {
+        f"grad_{name}": Output(name, torch.float32 if name.endswith("norm_weight") else torch.bfloat16)
+        for name in QKVGradients._fields
+    }
+    written = {name: f"grad_{name}" for name in QKVGradients._fields}
+    builder.add("gradients", gradients, {**named, **slots, **{name: name for name in outputs}}, written)
+    return builder.build(inputs, outputs, QKVGradients._make)
 
 
-def rope_backward_plan(grad_query: Tensor, grad_key: Tensor, cos: Tensor, sin: Tensor, target: str) -> Plan:
+def rope_backward_recipe(inputs: Mapping[str, Tensor], target: str) -> Recipe:
     """`rope_backward` on checked tensors: one launch to two new tensors."""
-    kernel = backward_kernels(target).rope_backward(grad_query.shape[1], grad_key.shape[1], cos.shape[2])
-    results = torch.empty_like(grad_query), torch.empty_like(grad_key)
-    builder = PlanBuilder(target, Workspace(cos.device))
-    tensors = {"grad_query": grad_query, "grad_key": grad_key, "cos": cos, "sin": sin}
-    outputs = {"out_query": results[0], "out_key": results[1]}
-    builder.add("rope backward", kernel, {**tensors, **outputs}, outputs)
-    return builder.build(results)
+    heads, kv_heads = inputs["grad_query"].shape[1], inputs["grad_key"].shape[1]
+    kernel = backward_kernels(target).rope_backward(heads, kv_heads, inputs["cos"].shape[2])
+    builder = RecipeBuilder(target)
+    outputs = {"out_query": Output("grad_query", torch.bfloat16), "out_key": Output("grad_key", torch.bfloat16)}
+    written = {name: name for name in outputs}
+    builder.add("rope backward", kernel, {**{name: name for name in inputs}, **written}, written)
+    return builder.build(inputs, outputs, tuple)

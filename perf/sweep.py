@@ -35,7 +35,8 @@ from measure import GraphTimer
 from prepare import compile_kernel, compile_kernels, kernels_of, pool
 
 from cute_gemma.cli.common import table
-from cute_gemma.plans import Plan, PlanBuilder, Step, Workspace
+from cute_gemma.plans import Plan, Step
+from cute_gemma.recipes import RecipeBuilder
 from cute_gemma.verification import PLANNERS
 from cute_gemma.workloads import WORKLOADS, case_for, workload
 
@@ -98,14 +99,16 @@ def tunings(default: Any, fields: Mapping[str, Sequence[Any]]) -> Iterator[tuple
 def retuned(plan: Plan, step: Step, tuning: Any) -> Plan:
     """One launch of `plan` with another tuning, on the same tensors; scratch of another size is its own."""
     kernel = replace(step.kernel, tuning=tuning)
-    builder = PlanBuilder(plan.target, Workspace(plan.workspace.device))
+    builder = RecipeBuilder(plan.target)
     given = {
         arg.name: step.tensors[arg.name]
         for arg in kernel.signature()
         if arg.name in step.tensors and _fits(step.tensors[arg.name].shape, arg.shape)
     }
-    builder.add(step.stage, kernel, given, step.outputs)
-    return builder.build(tuple(step.outputs.values()))
+    builder.add(step.stage, kernel, {name: name for name in given}, {})
+    made = builder.build(given, {}, tuple).plan(tuple(given.values()))
+    steps = tuple(replace(made_step, outputs=step.outputs) for made_step in made.steps)
+    return replace(made, steps=steps, output=tuple(step.outputs.values()))
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[int | str]) -> bool:

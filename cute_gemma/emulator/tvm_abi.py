@@ -7,6 +7,7 @@ import ctypes
 # TVMFFITypeIndex and DLDeviceType.
 ANY_NONE, ANY_INT, ANY_BOOL, ANY_FLOAT, ANY_DLTENSOR, ANY_ARRAY = 0, 1, 2, 3, 7, 71
 DEVICE_CUDA = 2
+OBJECT_HEADER = 24  # bytes of a TVMFFIObject
 # torch dtype -> DLDataType code and bits.
 DLPACK_DTYPES = {
     "bfloat16": (4, 16), "float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bool": (6, 8),

@@ -2,7 +2,8 @@
 
 from cute_gemma.jit.compiler import Compiled, ToolchainWarning, compile
 from cute_gemma.jit.inspection import DisassemblerNotFoundError, KernelReport, inspect
-from cute_gemma.jit.launcher import launch
+from cute_gemma.jit.launcher import bind, launch
+from cute_gemma.jit.prepared import PreparedLaunches
 from cute_gemma.jit.signature import ScalarArg, TensorArg
 from cute_gemma.jit.target import TARGETS, Target, UnsupportedTargetError, resolve_target
 
@@ -11,11 +12,13 @@ __all__ = [
     "Compiled",
     "DisassemblerNotFoundError",
     "KernelReport",
+    "PreparedLaunches",
     "ScalarArg",
     "Target",
     "TensorArg",
     "ToolchainWarning",
     "UnsupportedTargetError",
+    "bind",
     "compile",
     "inspect",
     "launch",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from cute_gemma.jit.arguments import check_arguments
@@ -83,6 +85,17 @@ def launch(
     if stream is not None:
         raise ValueError("stream: given for backend 'emulator', expected None")
     return _launch_in_emulator(compile(kernel, resolve_target(target).name), args, emulation)
+
+
+def bind(kernel: Any, *args: Any, target: str | None = None) -> Callable[[], None]:
+    """What launches `kernel` on a GPU with these arguments, all checked and compiled now, on the stream that is
+    current at each call. It stays with the memory that the tensors have now.
+
+    Raises what `launch` does for wrong arguments and targets.
+    """
+    checked = check_arguments(kernel.signature(), args)
+    resolved = resolve_target(target, _device_of(args))
+    return functools.partial(compile(kernel, resolved.name).gpu_function, *checked)
 
 
 def _device_of(args: tuple[Any, ...]) -> Any:

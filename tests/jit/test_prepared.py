@@ -1,0 +1,111 @@
+"""Launches with arguments laid out beforehand; what they launch runs in the emulator, with a GPU's calls in its place."""
+
+import ctypes
+
+import pytest
+import torch
+from tiny_kernels import Reverse, RowScale
+
+from cute_gemma import emulator, jit
+from cute_gemma.emulator import tvm_abi
+from cute_gemma.jit import prepared
+
+F32 = torch.float32
+
+
+def reverse_twice(n=300):
+    """x reversed to y, and y to z."""
+    compiled = jit.compile(Reverse())
+    launches = jit.PreparedLaunches([(F32, (n,))] * 3, [(compiled, (0, 1)), (compiled, (1, 2))], 0)
+    tensors = torch.randn(n), torch.full((n,), float("nan")), torch.full((n,), float("nan"))
+    place(launches, tensors)
+    return launches, tensors
+
+
+def place(launches, tensors):
+    for number, tensor in enumerate(tensors):
+        launches.addresses[launches.place(number)] = tensor.data_ptr()
+
+
+def blocks_reversed(x):
+    return torch.cat([block.flip(0) for block in x.split(128)])
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Calls run in the emulator; holds the environment's stream at each."""
+    streams = []
+
+    def gpu_call(compiled, packed):
+        def call():
+            streams.append(prepared._library().TVMFFIEnvGetStream(tvm_abi.DEVICE_CUDA, 0))
+            tensors = [tvm_abi.DLTensor.from_address(entry.value.v_ptr) for entry in packed]
+            regions = [emulator.Region(t.data, 4 * t.shape[0]) for t in tensors]
+            compiled.host_code.call_any(
+                ctypes.addressof(packed), len(packed), lambda launch: emulator.run_launch(launch, regions)
+            )
+            return 0
+
+        return call
+
+    monkeypatch.setattr(prepared, "gpu_call", gpu_call)
+    return streams
+
+
+def test_launches_run_in_order_on_the_addresses_of_each_run(emulated):
+    launches, (x, y, z) = reverse_twice()
+    for _ in range(2):
+        launches.run(0)
+        assert torch.equal(y, blocks_reversed(x)) and torch.equal(z, x)
+        x, y, z = torch.randn(300), torch.empty(300), torch.empty(300)
+        place(launches, (x, y, z))
+
+
+def test_the_stream_is_the_one_given_and_the_one_before_afterwards(emulated):
+    library = prepared._library()
+    launches, _ = reverse_twice()
+    launches.run(0)
+    launches.run(5)
+    assert emulated == [None, None, 5, 5]
+    library.TVMFFIEnvSetStream(tvm_abi.DEVICE_CUDA, 0, 7, None)
+    try:
+        launches.run(5)
+        launches.run(7)
+        assert library.TVMFFIEnvGetStream(tvm_abi.DEVICE_CUDA, 0) == 7
+    finally:
+        library.TVMFFIEnvSetStream(tvm_abi.DEVICE_CUDA, 0, None, None)
+    assert emulated[4:] == [5, 5, 7, 7]
+
+
+def test_what_the_host_code_refuses_is_raised_and_nothing_follows():
+    """The compiled function itself, through TVM-FFI: it checks its arguments before it asks for a GPU."""
+    compiled = jit.compile(Reverse())
+    wrong = {
+        "Misaligned Tensor data on argument #1": ([(F32, (300,))] * 2, 1),
+        "Mismatched Tensor on argument #1": ([(F32, (300,)), (torch.bfloat16, (300,))], 0),
+        r"Mismatched .*argument #1": ([(F32, (300,)), (F32, (299,))], 0),
+    }
+    for message, (tensors, shift) in wrong.items():
+        launches = jit.PreparedLaunches(tensors, [(compiled, (0, 1))], 0)
+        reached = []
+        launches._calls.append(lambda: reached.append(True))
+        x, y = torch.zeros(304), torch.zeros(304)
+        launches.addresses[launches.place(0)] = x.data_ptr()
+        launches.addresses[launches.place(1)] = y.data_ptr() + shift
+        with pytest.raises((ValueError, TypeError), match=message):
+            launches.run(5)
+        assert prepared._library().TVMFFIEnvGetStream(tvm_abi.DEVICE_CUDA, 0) is None
+        assert not reached and (y == 0).all()
+
+
+def test_binding_checks_the_arguments_and_leaves_the_device_to_the_host_code():
+    x, bias, y = torch.zeros(5, 8), torch.zeros(8), torch.zeros(5, 8)
+    with pytest.raises(TypeError, match="bias: dtype torch.float64, expected torch.float32"):
+        jit.bind(RowScale(), x, bias.double(), y, 1.0)
+    with pytest.raises(ValueError, match=r"y: shape \(4, 8\), expected m = 5"):
+        jit.bind(RowScale(), x, bias, y[:4], 1.0)
+    with pytest.raises(jit.UnsupportedTargetError, match="target: got 'sm_80'"):
+        jit.bind(RowScale(), x, bias, y, 1.0, target="sm_80")
+    launch = jit.bind(RowScale(), x, bias, y, 1.0)
+    with pytest.raises(ValueError, match="device_type=cuda"):
+        launch()
