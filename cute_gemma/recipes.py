@@ -95,7 +95,8 @@ class Recipe:
             fitted = {}
             for arg in stage.kernel.signature():
                 tensor = values[stage.tensors[arg.name]]
-                fitted[arg.name] = tensor.view(_fit(tensor.shape, arg))
+                fits = tensor.dim() == len(arg.shape)
+                fitted[arg.name] = tensor if fits else tensor.view(_fit(tensor.shape, arg))
             written = {name: values[value] for name, value in stage.outputs.items()}
             steps.append(Step(stage.name, stage.kernel, fitted, written, self.target))
         return Plan(self.target, tuple(steps), self.result(outputs), workspace)

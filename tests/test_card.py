@@ -1,11 +1,15 @@
 """Both workloads on whatever supported GPU there is: the suite's cases, other inputs, and every way to launch."""
 
+import math
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cute_gemma import jit
+import cute_gemma
+from cute_gemma import jit, workspace
 from cute_gemma.jit.target import TARGETS
 from cute_gemma.verification import PLANNERS
 from cute_gemma.workloads import WORKLOADS, case_for, check_output, suite_cases, workload
@@ -20,6 +24,8 @@ RUNS = 20
 SUITE = [(n, case.batch_size, case.seq_len) for n in WORKLOADS for case in suite_cases(n)]
 SMALL = {"047": (2, 293), "051": (4, 373)}
 LARGE = {"047": (1, 1024), "051": (1, 1024)}
+# Their workspaces are small enough to be kept.
+SMALLEST = {n: min(((b, s) for m, b, s in SUITE if m == n), key=math.prod) for n in WORKLOADS}
 
 
 def other_inputs():
@@ -157,6 +163,138 @@ def test_a_second_gpu_runs_what_lies_on_it(number):
         results.append([out.cpu() for out in outputs(plan)])
     assert torch.cuda.current_device() == 0
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def called(number, inputs):
+    """The outputs of the public function."""
+    if number == "051":
+        return tuple(cute_gemma.qkv_backward(**inputs.tensors(), target=TARGET))
+    config = workload(number).config
+    numbers = {"softcap": config.softcap, "eps": config.eps, "head_dim": config.head_dim}
+    return (cute_gemma.attention_forward(**vars(inputs), **numbers, target=TARGET),)
+
+
+def inputs_and_results(number, sizes, seeds):
+    """Inputs and what a plan computes from them, for each seed."""
+    found = []
+    for seed in seeds:
+        inputs, plan = planned(number, "suite", *sizes, seed)
+        plan.run()
+        found.append((inputs, outputs(plan)))
+    torch.cuda.synchronize()
+    return found
+
+
+def assert_same_bits(found, wanted):
+    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("number, sizes", [(n, sizes[n]) for n in WORKLOADS for sizes in (SMALLEST, SMALL, LARGE)])
+def test_warm_calls_on_two_streams_give_the_bits_of_a_plan(number, sizes):
+    cases = inputs_and_results(number, sizes, (0, 1))
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    results = []
+    for run in range(RUNS):
+        for which, stream in enumerate(streams):
+            inputs, wanted = cases[(run + which) % 2]
+            with torch.cuda.stream(stream):
+                if run == 0:
+                    torch.cuda._sleep(20_000_000)  # so that the streams' work overlaps
+                results.append((called(number, inputs), wanted))
+    torch.cuda.synchronize()
+    for found, wanted in results:
+        assert_same_bits(found, wanted)
+
+
+def test_both_workloads_share_what_is_kept_for_a_stream():
+    cases = {n: inputs_and_results(n, SMALLEST[n], (0,))[0] for n in WORKLOADS}
+    results = [(called(n, cases[n][0]), cases[n][1]) for _ in range(RUNS) for n in cases]
+    torch.cuda.synchronize()
+    for found, wanted in results:
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("number", WORKLOADS)
+def test_a_graph_of_a_warm_call_leaves_what_is_kept_alone(number):
+    sizes = SMALLEST[number]
+    (inputs, _), (other, _) = inputs_and_results(number, sizes, (0, 1))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            called(number, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = called(number, inputs)
+    scratch, zeroed = (list(kept._blocks.values()) for kept in (workspace.SCRATCH, workspace.ZEROED))
+    assert scratch
+    for block in scratch + zeroed:
+        block.owner.fill_(0x5A)
+    for name, tensor in other.tensors().items():
+        getattr(inputs, name).copy_(tensor)
+    for _ in range(2):
+        for out in results:
+            out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all((block.owner == 0x5A).all() for block in scratch + zeroed)
+        check(number, inputs, SimpleNamespace(output=results), *sizes)
+    for block in zeroed:
+        block.owner.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        found = called(number, inputs)
+    torch.cuda.synchronize()
+    assert_same_bits(found, results)
+
+
+@pytest.mark.parametrize("number", WORKLOADS)
+def test_threads_on_one_stream_give_the_bits_of_a_plan(number):
+    cases = inputs_and_results(number, SMALLEST[number], (0, 1))
+    stream = torch.cuda.Stream()
+    results = []
+
+    def work(inputs, wanted):
+        with torch.no_grad(), torch.cuda.stream(stream):
+            results.extend([(called(number, inputs), wanted) for _ in range(10 * RUNS)])
+
+    threads = [threading.Thread(target=work, args=case) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(results) == 20 * RUNS
+    for found, wanted in results:
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("number", WORKLOADS)
+def test_a_warm_call_allocates_its_outputs_alone_and_does_not_synchronise(number):
+    ((inputs, wanted),) = inputs_and_results(number, SMALLEST[number], (0,))
+    called(number, inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = called(number, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + len(found)
+    assert_same_bits(found, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("number", WORKLOADS)
+def test_warm_calls_run_where_their_tensors_lie(number):
+    ((inputs, wanted),) = inputs_and_results(number, SMALLEST[number], (0,))
+    there = inputs.to("cuda:1")
+    for _ in range(3):
+        assert_same_bits(called(number, inputs), wanted)
+        found = called(number, there)
+        assert all(out.device == torch.device("cuda:1") for out in found)
+        assert_same_bits([out.cpu() for out in found], [out.cpu() for out in wanted])
+    assert torch.cuda.current_device() == 0
 
 
 def launched():

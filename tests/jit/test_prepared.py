@@ -1,4 +1,4 @@
-"""Launches with arguments laid out beforehand; what they launch runs in the emulator, with a GPU's calls in its place."""
+"""Launches whose arguments are laid out beforehand. The emulator runs what they would launch on a GPU."""
 
 import ctypes
 
