@@ -133,6 +133,7 @@ class _CResult(ctypes.Structure):
         ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in _FIGURES),
         ("trace", ctypes.c_void_p), ("trace_count", ctypes.c_uint64), ("footprint", ctypes.c_void_p),
+        ("waited", ctypes.c_uint32),
     ]  # fmt: skip
 
 
@@ -151,10 +152,13 @@ def library() -> ctypes.CDLL:
 
 
 class Footprint:
-    """What a launch read and wrote, for the checks of one that overlaps it. Freed with the object."""
+    """What a launch read and wrote, for the checks of one that overlaps it. Freed with the object.
 
-    def __init__(self, pointer: int) -> None:
-        self.pointer, self._free = pointer, library().emu_free_footprint
+    before: that of the latest launch that may still run when this one has ended, which it refers to.
+    """
+
+    def __init__(self, pointer: int, before: Footprint | None = None) -> None:
+        self.pointer, self.before, self._free = pointer, before, library().emu_free_footprint
 
     def __del__(self) -> None:
         if self.pointer:
@@ -266,7 +270,8 @@ def run_launch(
         _run_interruptibly(desc, result, stop)
         seconds = time.perf_counter() - start
     del keep
-    footprint = Footprint(result.footprint)
+    before = previous.footprint if previous is not None else None
+    footprint = Footprint(result.footprint, before.before if before and result.waited else before)
     events = _take_trace(result)
     if result.fault:
         raise _fault(launch, program, result)

@@ -113,6 +113,25 @@ def test_ordinary_launch_needs_no_wait():
     assert (overlap("", programmatic=False) == 3).all()
 
 
+@pytest.mark.parametrize("between", [["late"], ["late", "late"], [""], ["", ""], ["", "late"]])
+def test_what_a_launch_in_between_has_not_waited_for_may_still_run(between):
+    """The last launch waits for the one before it, and reads what the first one wrote."""
+    arrays = [aligned(64, np.uint32) for _ in range(6)]
+    regions = [emu.Region(x.ctypes.data, x.nbytes) for x in arrays]
+    previous = emu.run_launch(launch(WRITE, arrays[:1], False), regions)
+    for source, late in enumerate(between, 1):
+        body = READ.format(wait="") + ("griddepcontrol.wait;" if late else "")
+        pair = arrays[2 * source - 1], arrays[2 * source]
+        previous = emu.run_launch(launch(body, pair, True), regions, previous=previous)
+    last = launch(READ.format(wait="griddepcontrol.wait;"), (arrays[0], arrays[5]), True)
+    if all(between):
+        emu.run_launch(last, regions, previous=previous)
+        assert (arrays[5] == 3).all()
+    else:
+        with pytest.raises(emu.ProgrammaticLaunchError, match="an earlier launch wrote: it may still run"):
+            emu.run_launch(last, regions, previous=previous)
+
+
 def test_one_warp_may_wait_for_the_others_if_a_barrier_follows():
     one = "setp.gt.u32 %p1, %r1, 31; @%p1 bra S; griddepcontrol.wait; S: bar.sync 0;"
     assert (overlap(one) == 3).all()

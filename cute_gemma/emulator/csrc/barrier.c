@@ -514,6 +514,7 @@ Status exec_grid_wait(Warp *w, const Op *op, uint32_t mask) {
   (void)op, (void)mask;
   if (w->launch->hazards) clock_g(cluster_of(w), state(w)->clock)[grid_comp(cluster_of(w))] = 1;
   w->cta->grid_waited = 1;
+  w->launch->result->waited = 1;
   return ST_NEXT;
 }
 

@@ -180,6 +180,7 @@ typedef struct {
   void *trace; uint64_t trace_count;       // TraceEvents; emu_free_trace
   // this launch's reads and writes, for the next launch's PDL check; emu_free_footprint
   void *footprint;
+  uint32_t waited;                         // griddepcontrol.wait was executed
 } LaunchResult;
 int emu_run(const LaunchDesc *desc, LaunchResult *result);    // 0, or 1 when result->fault is set
 void emu_free_footprint(void *footprint);

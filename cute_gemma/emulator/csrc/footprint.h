@@ -7,7 +7,8 @@
 // bits[written]; last[written + 2 * strong]: this launch's latest accesses, by sector
 typedef struct { uint64_t base, size, words, *bits[2]; uint32_t writable;
                 struct SectorAccess *last[4]; } FootprintRegion;
-typedef struct Footprint { uint32_t n; FootprintRegion *region; } Footprint;
+// before: the latest launch that may still run when this one has ended, as nobody has waited for it
+typedef struct Footprint { uint32_t n; FootprintRegion *region; const struct Footprint *before; } Footprint;
 
 Footprint *footprint_new(const LaunchDesc *desc);        // regions sorted by address
 // who came to which sector matters within the launch only

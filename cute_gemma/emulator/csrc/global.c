@@ -40,15 +40,22 @@ int grid_waited(Warp *w) {
   return launch->hazards ? warp_ordered(w, grid_comp(cluster_of(w)), 1) : (int)w->cta->grid_waited;
 }
 
-static int pdl_hazard(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write) {
-  Launch *launch = w->launch;
-  int theirs = footprint_hit(launch->previous, address, bytes, 1) ? 1 : write &&
-      footprint_hit(launch->previous, address, bytes, 0) ? 2 : 0;
-  if (!theirs) return 0;
-  fault(w, op, FAULT_PDL, "%s global memory at 0x%llx, which the launch before %s, without "
-        "griddepcontrol.wait before it",
-        write ? "writes" : "reads", (unsigned long long)address, theirs == 1 ? "wrote" : "read");
-  return 1;
+// Launches that may still run: after griddepcontrol.wait those that the one before has not waited for.
+static int pdl_hazard(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int write, int waited) {
+  const Footprint *previous = w->launch->previous;
+  for (const Footprint *f = waited && previous ? previous->before : previous; f; f = f->before) {
+    int theirs = footprint_hit(f, address, bytes, 1) ? 1 : write && footprint_hit(f, address, bytes, 0) ? 2 : 0;
+    if (!theirs) continue;
+    const char *what = write ? "writes" : "reads", *did = theirs == 1 ? "wrote" : "read";
+    if (f == previous)
+      fault(w, op, FAULT_PDL, "%s global memory at 0x%llx, which the launch before %s, without "
+            "griddepcontrol.wait before it", what, (unsigned long long)address, did);
+    else
+      fault(w, op, FAULT_PDL, "%s global memory at 0x%llx, which an earlier launch %s: it may still run, as no "
+            "thread of those in between has waited for it", what, (unsigned long long)address, did);
+    return 1;
+  }
+  return 0;
 }
 
 
@@ -361,7 +368,7 @@ int global_access(Warp *w, const Op *op, uint64_t address, uint64_t bytes, int w
           (unsigned long long)address);
     return 0;
   }
-  if (!waited && pdl_hazard(w, op, address, bytes, write)) return 0;
+  if (pdl_hazard(w, op, address, bytes, write, waited)) return 0;
   footprint_mark(r, address, bytes, write);
   if (!launch->hazards || how == ASYNC) return 1;
   Agent x = agent_of(w, op);

@@ -608,6 +608,8 @@ int emu_run(const LaunchDesc *desc, LaunchResult *result) {
   result->warp_instructions = 0;
   for (size_t i = 0; i < n; i++) result->warp_instructions += result->counts[i];
   footprint_count(launch.footprint, &result->sectors_read, &result->sectors_written);
+  // A grid ends after each of its threads, and so after what one of them has waited for.
+  if (launch.previous) launch.footprint->before = result->waited ? launch.previous->before : launch.previous;
   result->footprint = launch.footprint;
   trace_end(result);
   return result->fault != 0;
