@@ -24,7 +24,8 @@ def attention_recipe(
     kernels = forward_kernels(target)
     _check_head_dim(config, kernels.attention_head_dims, target)
     q = inputs["q"]
-    scan = _add_mask_scan(builder, kernels, mask)
+    # The launch before may be the one that writes the mask.
+    scan = _add_mask_scan(builder, kernels, mask, early=False)
     tensors = {"q": "q", "k": "k", "v": "v", "out": "out", **scan}
     _add_attention(builder, kernels, config, mask, q.shape[:2], tensors)
     return builder.build(_with_mask(inputs, mask), {"out": Output("q", torch.bfloat16)}, itemgetter(0))
@@ -47,9 +48,9 @@ def forward_recipe(
     }
     attended = builder.slot("attention", torch.bfloat16, (batch, seq, config.heads, config.head_dim))
 
-    scan = _add_mask_scan(builder, kernels, mask)
     projection = kernels.qkv_projection(config, batch * seq)
     builder.add("qkv projection", projection, {**{name: name for name in inputs}, **slots}, slots)
+    scan = _add_mask_scan(builder, kernels, mask, early=True)
     _add_attention(builder, kernels, config, mask, (batch, seq), {**slots, "out": attended, **scan})
     projection = kernels.output_projection(config, batch * seq)
     tensors = {"attn": attended, "o_proj_weight": "o_proj_weight", "out": "output"}
@@ -69,9 +70,9 @@ def _check_head_dim(config: AttentionConfig, supported: tuple[int, ...], target:
 
 
 def _add_mask_scan(
-    builder: RecipeBuilder, kernels: ForwardKernels, mask: Tensor | str | None
+    builder: RecipeBuilder, kernels: ForwardKernels, mask: Tensor | str | None, early: bool
 ) -> dict[str, str]:
-    """The pre-pass over a mask tensor; returns what the attention kernel takes of it, by argument name."""
+    """The pre-pass over a mask tensor, see MaskScan; returns what the attention kernel takes of it, by argument name."""
     if not isinstance(mask, Tensor):
         return {}
     batch, _, seq, _ = mask.shape
@@ -82,7 +83,7 @@ def _add_mask_scan(
         "classes": builder.slot("classes", torch.uint8, (batch, tiles, tiles)),
     }
     classified = {"mask": "mask", **scanned}
-    builder.add("mask scan", kernels.mask_scan(_mask_kind(mask)), classified, scanned)
+    builder.add("mask scan", kernels.mask_scan(_mask_kind(mask), early), classified, scanned)
     return classified
 
 

@@ -101,7 +101,7 @@ def cases(target: str) -> Iterator[Case]:
         ):  # fmt: skip
             kernel = forward.attention(config, mask, batch, seq)
             yield Case(f"attention {name} {batch}x{seq}", kernel, sizes, close=("out",))
-        scan = forward.mask_scan("bf16")
+        scan = forward.mask_scan("bf16", False)
         yield Case(f"mask scan {batch}x{seq}", scan, _scan_sizes(scan, batch, seq), exact=("row_max", "classes"),
                    mask=causal_mask(batch, seq))  # fmt: skip
     for batch, seq in ((1, 131), (3, 43), (2, 256)):

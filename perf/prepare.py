@@ -49,7 +49,7 @@ def kernels_of(number: str, batch: int, seq: int, target: str) -> list[Any]:
     kernels = forward_kernels(target)
     return [
         kernels.qkv_projection(config, rows),
-        kernels.mask_scan("bf16"),
+        *(kernels.mask_scan("bf16", early) for early in (False, True)),
         *(kernels.attention(config, mask, batch, seq) for mask in ("causal", "bf16")),
         kernels.attention(replace(config, softcap=None), "causal", batch, seq),
         kernels.output_projection(config, rows),

@@ -27,7 +27,8 @@ def _kernels():
             distinct.setdefault(kernels.attention(CONFIG, mask, 1, seq), f"attention-{mask}-{seq}")
             distinct.setdefault(kernels.attention(UNCAPPED, mask, 1, seq), f"attention-{mask}-{seq}-uncapped")
     for mask in MASKS[2:]:
-        distinct.setdefault(kernels.mask_scan(mask), f"mask_scan-{mask}")
+        for early in (False, True):
+            distinct.setdefault(kernels.mask_scan(mask, early), f"mask_scan-{mask}-{early}")
     return [pytest.param(kernel, id=name) for kernel, name in distinct.items()]
 
 

@@ -15,13 +15,14 @@ class ForwardKernels:
     """Builds the kernels of the forward pass, tuned for a configuration and a call's sizes.
 
     head_dims: of the whole pass; attention_head_dims: of attention alone. The projections take M = B*S rows,
-    attention the mask, B and S; mask is "causal", "none" or, for a tensor, its dtype ("bf16", "f32").
+    attention the mask, B and S; mask is "causal", "none" or, for a tensor, its dtype ("bf16", "f32"). The scan takes
+    that dtype and whether it may begin early (see MaskScan).
     """
 
     head_dims: tuple[int, ...]
     attention_head_dims: tuple[int, ...]
     qkv_projection: Callable[[AttentionConfig, int], Any]
-    mask_scan: Callable[[str], Any]
+    mask_scan: Callable[[str, bool], Any]
     attention: Callable[[AttentionConfig, str, int, int], Any]
     output_projection: Callable[[AttentionConfig, int], Any]
 
@@ -74,10 +75,10 @@ def _sm100_forward() -> ForwardKernels:
         tuning = default_tuning(rows, *sizes)
         return QKVProjection(*sizes, config.eps, config.qk_norm, tuning=tuning)
 
-    def mask_scan(mask: str) -> Any:
+    def mask_scan(mask: str, early: bool) -> Any:
         from .common.mask_scan import MaskScan
 
-        return MaskScan(mask)
+        return MaskScan(mask, early)
 
     def attention(config: AttentionConfig, mask: str, batch: int, seq: int) -> Any:
         from .sm100.attention import Attention, MaskedAttention, default_tuning

@@ -1,12 +1,14 @@
 """The mask pre-pass: tile classes and row maxima."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import LOWEST, TARGET, block_diagonal, causal, masks, scan
 
-from cute_gemma import jit
+from cute_gemma import emulator, functional, jit
+from cute_gemma.emulator import engine
 from cute_gemma.kernels.common.mask import (
     ALL_MASKED,
     ALL_ZERO,
@@ -115,12 +117,64 @@ def test_a_nan_is_neither_zero_nor_masked():
     assert row_max[0, 0].isnan().nonzero().tolist() == [[5]]
 
 
+# ---- the order of launches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_early_scan_of_a_mask_that_the_launch_before_writes_is_a_race(early):
+    written = torch.ones(64)  # row maxima of one scan, mask of the next
+    classes = torch.full((1, 1, 1), 99, dtype=torch.uint8)
+    with emulator.stream():
+        first = torch.zeros(1, 1, 64, 64), written.view(1, 1, 64), classes.clone()
+        jit.launch(MaskScan("f32"), *first, target=TARGET, backend="emulator")
+        second = MaskScan("f32", early), written.view(1, 1, 8, 8), torch.empty(1, 1, 8), classes
+        if early:
+            race = "reads .* which the launch before wrote"
+            with pytest.raises(emulator.ProgrammaticLaunchError, match=race):
+                jit.launch(*second, target=TARGET, backend="emulator")
+        else:
+            jit.launch(*second, target=TARGET, backend="emulator")
+            assert classes.item() == ALL_ZERO
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_90a"])
+def test_attention_relies_on_what_the_scan_waits_for(target):
+    """The scan does not use what the projection writes, and still waits for it, at its end."""
+    seq, hidden = 131, 64
+    shapes = {"q_proj_weight": (128, hidden), "k_proj_weight": (128, hidden), "v_proj_weight": (128, hidden),
+              "o_proj_weight": (hidden, 128), "q_norm_weight": (128,), "k_norm_weight": (128,),
+              "hidden_states": (1, seq, hidden), "cos": (1, seq, 128), "sin": (1, seq, 128),
+              "attention_mask": (1, 1, seq, seq)}  # fmt: skip
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    plan = functional.plan_attention_forward(**tensors, target=target)
+    stages = ["qkv projection", "mask scan", "attention", "output projection"]
+    assert [step.stage for step in plan.steps] == stages
+
+    def run(change):
+        previous = None
+        for step in plan.steps:
+            (launch,) = plan.capture(step)
+            if step.stage == "mask scan":
+                launch = replace(launch, ptx=change(launch.ptx))
+            regions = [engine.region_of(t) for t in step.tensors.values()]
+            before = previous if launch.programmatic else None
+            previous = emulator.run_launch(launch, regions, previous=before)
+
+    run(lambda ptx: ptx)
+    race = "which an earlier launch wrote: it may still run"
+    with pytest.raises(emulator.ProgrammaticLaunchError, match=race):
+        run(lambda ptx: ptx.replace("griddepcontrol.wait;", ""))
+
+
 def test_dtypes_are_checked():
     with pytest.raises(ValueError, match="mask_dtype: got 'f16'"):
         MaskScan("f16")
 
 
+@pytest.mark.parametrize("target", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_no_stack_and_no_local_memory(dtype):
-    (report,) = jit.inspect(MaskScan(dtype), TARGET)
+def test_no_stack_and_no_local_memory(dtype, early, target):
+    (report,) = jit.inspect(MaskScan(dtype, early), target)
     assert report.stack_bytes == 0 and report.local_loads == 0 and report.local_stores == 0
+    assert report.registers <= 64, "two CTAs of 512 threads an SM"
