@@ -18,6 +18,7 @@ WARP = 32
 SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, "Compute capabilities", 9.0 and 10.0
 ALIGNMENT = 1024  # of shared memory under a 128-byte swizzle: eight rows of 128 bytes
 BLOCK_K = 64  # elements of K a stage: the 128 bytes that a swizzled row holds
+EARLY, LATE = "early", "late"  # operands that the kernel before must not and may have written
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class GemmBase:
         """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency
         wait.
 
-        loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit.
+        loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
+        or whatever the subclass's `fetch_blocks` takes.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
         count = schedule.unit_count(worker)
@@ -98,29 +100,39 @@ class GemmBase:
         ahead = Int32(cutlass.min(first.k_end - first.k_begin, self.stage_count))
         if count == 0:
             ahead = Int32(0)
-        early = state.clone()
-        for k in cutlass.range(ahead, unroll=1):
-            stages.producer_acquire(early, True)  # every stage is free at first
-            loads.early(first, first.k_begin + k, early.index, stages.producer_get_barrier(early))
-            early.advance()
+        span = first.k_begin, first.k_begin + ahead
+        self.fetch_blocks(stages, loads, first, span, state.clone(), (EARLY,))
         cute.arch.griddepcontrol_wait()
-        for k in cutlass.range(ahead, unroll=1):
-            loads.late(first, first.k_begin + k, state.index, stages.producer_get_barrier(state))
-            state.advance()
+        state = self.fetch_blocks(stages, loads, first, span, state, (LATE,))
 
         for index in cutlass.range(count, unroll=1):
             unit = schedule.unit(worker, index)
             begin = Int32(unit.k_begin)
             if index == 0:
                 begin += ahead
-            for k in cutlass.range(begin, unit.k_end, unroll=1):
-                stages.producer_acquire(state)
-                barrier = stages.producer_get_barrier(state)
-                loads.early(unit, k, state.index, barrier)
-                loads.late(unit, k, state.index, barrier)
-                state.advance()
+            state = self.fetch_blocks(stages, loads, unit, (begin, unit.k_end), state, (EARLY, LATE))
         cute.arch.griddepcontrol_launch_dependents()
         self.drain(stages, state)
+
+    @cute.jit
+    def fetch_blocks(self, stages, loads, unit, span, state, parts: cutlass.Constexpr):
+        """Load these parts of the unit's k blocks [span[0], span[1]). Returns the state after them."""
+        for k in cutlass.range(span[0], span[1], unroll=1):
+            barrier = self.open_stage(stages, state, parts)
+            if cutlass.const_expr(EARLY in parts):
+                loads.early(unit, k, state.index, barrier)
+            if cutlass.const_expr(LATE in parts):
+                loads.late(unit, k, state.index, barrier)
+            state.advance()
+        return state
+
+    @staticmethod
+    def open_stage(stages, state, parts):
+        """The barrier that counts what is loaded into a stage, once the stage is free: at first each is, and
+        late parts follow early ones."""
+        if EARLY in parts:
+            stages.producer_acquire(state, True if LATE not in parts else None)
+        return stages.producer_get_barrier(state)
 
 
 @dataclass(frozen=True)

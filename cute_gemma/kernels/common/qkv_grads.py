@@ -24,11 +24,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_filled
-from cute_gemma.kernels.common.gemm import BLOCK_K, WARP, Workspace
+from cute_gemma.kernels.common.gemm import BLOCK_K, EARLY, LATE, WARP, Workspace
 from cute_gemma.kernels.common.norm_backward import chunk_rows
 from cute_gemma.kernels.common.schedule import Section, plan
 
@@ -55,52 +55,14 @@ class GradientTma:
 
 @dataclass(frozen=True)
 class GradientLoads:
-    """Fetches k blocks. hidden and the weights are inputs of the whole backward, so they are early
-    operands."""
+    """What the TMA warp fetches, one TmaPartition each: grads[kind][side], weights[side] and hidden. hidden
+    and the weights are inputs of the whole backward, so they are early operands."""
 
-    kernel: Any
     grads: tuple
     weights: tuple
     hidden: Any
     rank: Any
     seq: Any
-
-    @cute.jit
-    def early(self, unit, k, stage, barrier):
-        if unit.section == WGRAD:
-            blocks = cute.ceil_div(self.seq, BLOCK_K)
-            self.hidden.load(stage, barrier, unit.n, k % blocks, k // blocks)
-        else:
-            for side in cutlass.range_constexpr(3):
-                first, last = self.kernel.side_range(side, BLOCK_K)
-                if k >= first and k < last:
-                    self.weights[side].load(stage, barrier, unit.n, k - first)
-
-    @cute.jit
-    def late(self, unit, k, stage, barrier):
-        per_cta = self.kernel.blocks_per_cta
-        for number in cutlass.range_constexpr(per_cta):
-            block = unit.m * self.kernel.unit_blocks + self.rank * per_cta + number
-            target = stage * per_cta + number, barrier
-            if unit.section == WGRAD:
-                blocks = cute.ceil_div(self.seq, BLOCK_K)
-                self.load(WGRAD, block, BLOCK_M, (k % blocks, k // blocks), target)
-            else:
-                blocks = cute.ceil_div(self.seq, BLOCK_M)
-                self.load(DGRAD, k, BLOCK_K, (block % blocks, block // blocks), target)
-
-    @cute.jit
-    def load(self, kind: cutlass.Constexpr, index, width: cutlass.Constexpr, place, target):
-        """Block `index` of `width` elements of the heads laid side by side, at place = (block of S, batch
-        entry)."""
-        for side in cutlass.range_constexpr(3):
-            first, last = self.kernel.side_range(side, width)
-            if index >= first and index < last:
-                per_head = self.kernel.head_dim // width
-                head, column = (index - first) // per_head, (index - first) % per_head
-                layer = place[1] * self.kernel.side_heads[side] + head
-                tile = (column, place[0]) if cutlass.const_expr(kind == WGRAD) else (place[0], column)
-                self.grads[kind][side].load(*target, *tile, layer)
 
 
 class QkvGradientsBase:
@@ -211,13 +173,85 @@ class QkvGradientsBase:
     def gradient_loads(self, tma, partition_block, partition_b, rank) -> GradientLoads:
         """What `loads` returns; the partitions are functions of (TMA tensor, kind)."""
         return GradientLoads(
-            self,
             tuple(tuple(partition_block(t, kind) for t in tma.grads[kind]) for kind in (WGRAD, DGRAD)),
             tuple(partition_b(t, DGRAD) for t in tma.weights),
             partition_b(tma.hidden, WGRAD),
             rank,
             tma.seq,
         )
+
+    @cute.jit
+    def fetch_blocks(self, stages, loads, unit, span, state, parts: cutlass.Constexpr):
+        """See GemmBase. Whose rows a k block's operands are is settled outside the loops over k blocks: in
+        them, it takes the TMA warp longer than a 128x128 tile's products take."""
+        if unit.section == WGRAD:
+            block = unit.m * self.unit_blocks + loads.rank * self.blocks_per_cta
+            if cutlass.const_expr(self.blocks_per_cta > 1):
+                state = self.fetch_wgrad(stages, loads, unit, span, state, (parts, None), block)
+            else:
+                for side in cutlass.range_constexpr(3):
+                    first, last = self.side_range(side, BLOCK_M)
+                    if block >= first and block < last:
+                        state = self.fetch_wgrad(stages, loads, unit, span, state, (parts, side), block)
+        else:
+            for side in cutlass.range_constexpr(3):
+                state = self.fetch_dgrad(stages, loads, unit, span, state, (parts, side))
+        return state
+
+    @cute.jit
+    def fetch_wgrad(self, stages, loads, unit, span, state, what: cutlass.Constexpr, block):
+        """K blocks are those of S of one batch entry after the other. what: (parts, side of all blocks of A,
+        or None if each may have its own). block: the first of them."""
+        parts, only = what
+        blocks = cute.ceil_div(loads.seq, BLOCK_K)
+        place, entry = Int32(span[0] % blocks), Int32(span[0] // blocks)
+        for _ in cutlass.range(span[0], span[1], unroll=1):
+            barrier = self.open_stage(stages, state, parts)
+            if cutlass.const_expr(EARLY in parts):
+                loads.hidden.load(state.index, barrier, unit.n, place, entry)
+            if cutlass.const_expr(LATE in parts):
+                for number in cutlass.range_constexpr(self.blocks_per_cta):
+                    target = state.index * self.blocks_per_cta + number, barrier
+                    if cutlass.const_expr(only is not None):
+                        self.load_head(loads, only, block, (place, entry), target)
+                    else:
+                        for side in cutlass.range_constexpr(3):
+                            first, last = self.side_range(side, BLOCK_M)
+                            if block + number >= first and block + number < last:
+                                self.load_head(loads, side, block + number, (place, entry), target)
+            state.advance()
+            place += 1
+            if place == blocks:
+                place, entry = Int32(0), entry + 1
+        return state
+
+    def load_head(self, loads, side: int, block, position, target):
+        """A's block of a wgrad tile: BLOCK_M of the elements of a head."""
+        number, per_head = block - self.side_range(side, BLOCK_M)[0], self.head_dim // BLOCK_M
+        layer = position[1] * self.side_heads[side] + number // per_head
+        loads.grads[WGRAD][side].load(*target, number % per_head, position[0], layer)
+
+    @cute.jit
+    def fetch_dgrad(self, stages, loads, unit, span, state, what: cutlass.Constexpr):
+        """K blocks are those of the heads of q, k and v. what: (parts, the side to fetch)."""
+        parts, side = what
+        first, last = self.side_range(side, BLOCK_K)
+        per_head, blocks = self.head_dim // BLOCK_K, cute.ceil_div(loads.seq, BLOCK_M)
+        block = unit.m * self.unit_blocks + loads.rank * self.blocks_per_cta
+        positions = [((block + i) % blocks, (block + i) // blocks) for i in range(self.blocks_per_cta)]
+        for k in cutlass.range(cutlass.max(span[0], first), cutlass.min(span[1], last), unroll=1):
+            barrier = self.open_stage(stages, state, parts)
+            if cutlass.const_expr(EARLY in parts):
+                loads.weights[side].load(state.index, barrier, unit.n, k - first)
+            if cutlass.const_expr(LATE in parts):
+                head, column = (k - first) // per_head, (k - first) % per_head
+                for number in cutlass.range_constexpr(self.blocks_per_cta):
+                    place, entry = positions[number]
+                    target = state.index * self.blocks_per_cta + number, barrier
+                    layer = entry * self.side_heads[side] + head
+                    loads.grads[DGRAD][side].load(*target, place, column, layer)
+            state.advance()
+        return state
 
     @cute.jit
     def fold_partials(self, tma, warp, warps: cutlass.Constexpr):

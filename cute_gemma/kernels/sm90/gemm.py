@@ -6,10 +6,11 @@ business of a subclass.
 
     global A, B --TMA--> shared stages --wgmma--> accumulators in registers --> bf16 strips --> epilogue
 
-Three warpgroups a CTA, in two roles, each a method below or of kernels/common/gemm.py, in the order data
+Three warpgroups a CTA, in three roles, each a method below or of kernels/common/gemm.py, in the order data
 meets them:
 
     warp 0      `produce`  one k block (64 elements of K) of A and B a stage, through TMA
+    warps 1-3   `assist`   what else a subclass has to do
     warps 4-11  `consume`  two warpgroups, 64 rows of each 128 apiece, of which a warp has 16, its *strip*.
                            They share the stages but wait for nothing else of each other. The epilogue of a
                            tile may run while the next one's first k blocks are multiplied (`defers`).
@@ -170,9 +171,8 @@ class PersistentGemm(GemmBase):
         wanted = self.tuning.stages or fitting
         if wanted > fitting:
             raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
-        share = self.tuning.share
-        parts = share * -(-CONSUMER_WARPS // share) * self.words * WARP * 4
-        if share > 1 and parts > wanted * self.tuning.stage_bytes:
+        parts = CONSUMER_WARPS // 2 * self.words * WARP * 4
+        if self.tuning.share > 1 and parts > wanted * self.tuning.stage_bytes:
             raise ValueError(f"stages: {wanted}, but parts of shared tiles take {parts} bytes of them")
         return wanted
 
@@ -288,6 +288,8 @@ class PersistentGemm(GemmBase):
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.produce(stages, self.loads(tma, operands, rank), schedule, worker)
+            else:
+                self.assist(tma, warp - 1, FIRST_CONSUMER - 1)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             boxes = WarpBoxes(box_memory, (warp - FIRST_CONSUMER) * self.boxes, self.boxes)
@@ -318,7 +320,7 @@ class PersistentGemm(GemmBase):
         return stages
 
     def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
-        return ClusterSum(memory, barriers, rank, warp, self.tuning.share, self.words)
+        return ClusterSum(memory, barriers, rank, warp, self.words)
 
     @cute.jit
     def drain(self, stages, state):
@@ -387,6 +389,9 @@ class PersistentGemm(GemmBase):
 
     def prepare_epilogue(self, tma, scratch) -> None:
         """Work of the consumer warps before the first tile that depends on no preceding kernel."""
+
+    def assist(self, tma, warp, warps: int) -> None:
+        """Work for the warps beside the TMA warp; `warp` is one of `warps` a CTA."""
 
     # ---- consumer warps
     # -------------------------------------------------------------------------------------------

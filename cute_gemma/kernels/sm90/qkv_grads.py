@@ -19,8 +19,8 @@ from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, WGRAD, QkvGradientsBase
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
-from cute_gemma.kernels.sm90.gemm import FIRST_CONSUMER, PersistentGemm, major_layout
-from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning
+from cute_gemma.kernels.sm90.gemm import PersistentGemm, major_layout
+from cute_gemma.kernels.sm90.tuning import SM_COUNT, GemmTuning
 
 NORM_TUNING = NormBackwardTuning(warps=8, unroll=4, ctas=2 * SM_COUNT)
 
@@ -80,11 +80,10 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
         )
 
     @cute.jit
-    def consume(self, source, io, workspace, place):
-        """The norm-weight gradients first, while the stages fill."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_CONSUMER
-        self.fold_partials(io[0], warp, CONSUMER_WARPS)
-        PersistentGemm.consume(self, source, io, workspace, place)
+    def assist(self, tma, warp, warps: cutlass.Constexpr):
+        """The norm-weight gradients."""
+        cute.arch.griddepcontrol_wait()
+        self.fold_partials(tma, warp, warps)
 
     def epilogue(self, strip, unit, io):
         """Store the strip to the matrix that its block belongs to."""
