@@ -3,7 +3,7 @@ tiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import cutlass
@@ -35,6 +35,15 @@ class TmaTensor:
 
     atom: Any
     tensor: Any
+
+
+def tma_atoms(value) -> list:
+    """The atoms of every TmaTensor in a record, tuple, ... of them."""
+    if isinstance(value, TmaTensor):
+        return [value.atom]
+    if is_dataclass(value):
+        value = [getattr(value, field.name) for field in fields(value)]
+    return [atom for item in value for atom in tma_atoms(item)] if isinstance(value, (list, tuple)) else []
 
 
 @dataclass(frozen=True)
@@ -86,17 +95,16 @@ class GemmBase:
         return plan(sections, self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
 
     @cute.jit
-    def produce(self, stages, loads, schedule, worker):
+    def produce(self, stages, loads, schedule, worker, first):
         """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency
         wait.
 
-        loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
+        first: the worker's first unit. loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
         or whatever the subclass's `fetch_blocks` takes.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
         count = schedule.unit_count(worker)
 
-        first = schedule.unit(worker, Int32(0))
         ahead = Int32(cutlass.min(first.k_end - first.k_begin, self.stage_count))
         if count == 0:
             ahead = Int32(0)

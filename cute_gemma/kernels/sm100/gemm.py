@@ -229,10 +229,11 @@ class PersistentGemm(GemmBase):
         boxes = WarpBoxes(box_memory, warp * self.boxes)
         operands = self.stage_views(mmas, a_shared, b_shared)
 
+        first = schedule.unit(worker, Int32(0))  # its divisions, while the others come here
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
 
         if warp == TMA_WARP:
-            self.produce(pipelines.stages, self.loads(tma, mmas, operands, rank), schedule, worker)
+            self.produce(pipelines.stages, self.loads(tma, mmas, operands, rank), schedule, worker, first)
         if warp == MMA_WARP:
             tmem.wait_for_alloc()
             accumulators = self.accumulators(mmas[0], tmem.retrieve_ptr(Float32))

@@ -64,6 +64,7 @@ from cute_gemma.kernels.common.gemm import (
     TmaPartition,
     TmaTensor,
     Workspace,
+    tma_atoms,
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.common.shared_rounds import plan_shared
@@ -266,6 +267,7 @@ class PersistentGemm(GemmBase):
             stage_barriers: cute.struct.MemRange[Int64, self.stage_count * 2]
             sum_barriers: cute.struct.MemRange[Int64, BARRIERS]
 
+        self.prefetch_descriptors(tma, warp)
         smem = SmemAllocator()
         storage = smem.allocate(Storage)
         stages = self.make_stages(storage.stage_barriers.data_ptr())
@@ -281,15 +283,16 @@ class PersistentGemm(GemmBase):
         layout = box_layout(BOX_ROWS, CONSUMER_WARPS * self.boxes)
         box_memory = smem.allocate_tensor(BFloat16, layout.outer, ALIGNMENT, swizzle=layout.inner)
         operands = self.stage_views(a_shared, b_shared)
+        first = dynamic(schedule.unit(worker, Int32(0)))  # its divisions, while the others come here
 
         pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster_layout())
 
         if warp < FIRST_CONSUMER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                self.produce(stages, self.loads(tma, operands, rank), schedule, worker)
+                self.produce(stages, self.loads(tma, operands, rank), schedule, worker, first)
             else:
-                self.assist(tma, warp - 1, FIRST_CONSUMER - 1)
+                self.assist(tma, first, warp - 1, FIRST_CONSUMER - 1)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             boxes = WarpBoxes(box_memory, (warp - FIRST_CONSUMER) * self.boxes, self.boxes)
@@ -300,8 +303,14 @@ class PersistentGemm(GemmBase):
                 address = cute.recast_ptr(a_shared.iterator, dtype=Int32).toint()
                 memory = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
                 adder = self.cluster_sum(memory, storage.sum_barriers.data_ptr(), rank, warp - FIRST_CONSUMER)
-            self.consume((stages, mmas, operands), (tma, scratch, boxes), adder, (schedule, worker, rank))
+            self.consume((stages, mmas, operands), (tma, scratch, boxes), adder, (schedule, worker, rank, first))
             boxes.finish()
+
+    @cute.jit
+    def prefetch_descriptors(self, tma, warp):
+        if warp == 1:
+            for atom in tma_atoms(tma):
+                cpasync.prefetch_descriptor(atom)
 
     def make_stages(self, barriers):
         """Barriers: a stage is full when its bytes have landed and empty when every warp that reads it is
@@ -390,8 +399,8 @@ class PersistentGemm(GemmBase):
     def prepare_epilogue(self, tma, scratch) -> None:
         """Work of the consumer warps before the first tile that depends on no preceding kernel."""
 
-    def assist(self, tma, warp, warps: int) -> None:
-        """Work for the warps beside the TMA warp; `warp` is one of `warps` a CTA."""
+    def assist(self, tma, unit, warp, warps: int) -> None:
+        """Work for the warps beside the TMA warp; `warp` is one of `warps` a CTA, `unit` the CTA's first."""
 
     # ---- consumer warps
     # -------------------------------------------------------------------------------------------
@@ -400,13 +409,12 @@ class PersistentGemm(GemmBase):
     def consume(self, source, io, workspace, place):
         """Sum a unit up, complete it if its tile is split, hand its strips to `epilogue`."""
         stages, mmas, operands = source
-        schedule, worker, rank = place
+        schedule, worker, rank, unit = place
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - FIRST_CONSUMER
         row = rank % self.tuning.cluster_m * self.tuning.tile_m + warp * BOX_ROWS
         fragments = self.fragments(mmas, operands, warp // 4)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stage_count)
         pending = Pending(cute.make_rmem_tensor(self.words // 2, Int32), row, io)
-        unit = dynamic(schedule.unit(worker, Int32(0)))
         before, waiting = unit, cutlass.Boolean(False)
         begin, end = Int32(0), Int32(schedule.unit_count(worker))
         # A loop for each kind: with two kinds of wgmma on the same registers the assembler would wait after

@@ -80,7 +80,7 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
         )
 
     @cute.jit
-    def assist(self, tma, warp, warps: cutlass.Constexpr):
+    def assist(self, tma, unit, warp, warps: cutlass.Constexpr):
         """The norm-weight gradients."""
         cute.arch.griddepcontrol_wait()
         self.fold_partials(tma, warp, warps)

@@ -15,11 +15,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_gemma.kernels.common import bf16, norm_rope
+from cute_gemma.kernels.common.gemm import WARP
 from cute_gemma.kernels.common.qkv_proj import K, Q, V, QKVProjectionBase
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import CONSUMER_BARRIER, FIRST_CONSUMER, PersistentGemm, Strip
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning, choose_tuning
 
+LINE = 128  # bytes of a cache line
 EPILOGUE_CYCLES = 18  # a tile column, measured as those of tuning.py
 
 
@@ -99,6 +101,18 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
                 for part in cutlass.range_constexpr(2):
                     scratch[thread, part] = tma.norms[part][thread].to(Float32) + 1.0
             cute.arch.barrier(barrier_id=CONSUMER_BARRIER, number_of_threads=CONSUMER_WARPS * 32)
+
+    @cute.jit
+    def assist(self, tma, unit, warp, warps: cutlass.Constexpr):
+        """Brings the rows of cos and sin that the first tile needs into L2 while it is being multiplied."""
+        per_row = self.head_dim * 2 // LINE
+        first = unit.m * self.tuning.unit_rows
+        begin, end = warp * WARP + cute.arch.lane_idx(), self.tuning.unit_rows * per_row
+        for index in cutlass.range(begin, end, warps * WARP, unroll=1):
+            for table in (tma.cos, tma.sin):
+                row = cutlass.min(first + index // per_row, table.shape[0] - 1)
+                line = table.iterator + (Int64(row) * self.head_dim + index % per_row * (LINE // 2))
+                cute.arch.prefetch(line.to_llvm_ptr(), cache_level="L2")
 
     def read_tables(self, tma, first_row) -> tuple:
         """(cos, sin) of the thread's two rows, [h][j] as in `Factors`. Rows past the end read the last one.
