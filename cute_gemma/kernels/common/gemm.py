@@ -3,7 +3,7 @@ tiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -35,15 +35,6 @@ class TmaTensor:
 
     atom: Any
     tensor: Any
-
-
-def tma_atoms(value) -> list:
-    """The atoms of every TmaTensor in a record, tuple, ... of them."""
-    if isinstance(value, TmaTensor):
-        return [value.atom]
-    if is_dataclass(value):
-        value = [getattr(value, field.name) for field in fields(value)]
-    return [atom for item in value for atom in tma_atoms(item)] if isinstance(value, (list, tuple)) else []
 
 
 @dataclass(frozen=True)
@@ -89,6 +80,10 @@ class GemmBase:
             TensorArg("partials", "f32", (self.tuning.partial_floats,)),
             TensorArg("counters", "i32", (self.tuning.counters,)),
         )
+
+    def to_prefetch(self, *weights) -> tuple:
+        """The weights that `loads` fetches, as they lie in memory, if the architecture brings them into L2."""
+        return ()
 
     def schedule(self, sections: tuple) -> TileSchedule:
         """Who computes what of the sections' tiles."""

@@ -19,11 +19,12 @@ from cute_gemma.kernels.common.schedule import Section
 
 @dataclass(frozen=True)
 class OutputTma:
-    """TMA tensors of the kernel."""
+    """TMA tensors of the kernel. memory: what `to_prefetch` returns."""
 
     attn: Any
     weight: Any
     out: Any
+    memory: tuple
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class OutputProjectionBase:
     @cute.jit
     def __call__(self, attn: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, *rest):
         """Host entry; rest = (partials, counters, stream) with stream-K, else (stream,)."""
-        tma = OutputTma(self.tma_a(attn), self.tma_b(weight), self.tma_store(out))
+        tma = OutputTma(self.tma_a(attn), self.tma_b(weight), self.tma_store(out), self.to_prefetch(weight))
         section = Section(
             cute.ceil_div(attn.shape[0], self.tuning.unit_rows),
             cute.ceil_div(self.hidden, self.tuning.tile_n),

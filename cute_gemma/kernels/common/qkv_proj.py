@@ -37,7 +37,7 @@ class QKVTma:
     """What the device reads and writes. Triples are in order q, k, v, pairs in order q, k.
 
     norms: the two norm weights, () without qk_norm. cos, sin: as the architecture reads them. saved: None, or
-    a `Saved`.
+    a `Saved`. memory: what `to_prefetch` returns.
     """
 
     x: Any
@@ -47,6 +47,7 @@ class QKVTma:
     cos: Any
     sin: Any
     saved: Any
+    memory: tuple
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class QKVProjectionBase:
             self.table(cos),
             self.table(sin),
             saved,
+            self.to_prefetch(wq, wk, wv),
         )
         q_tiles, kv_tiles = self.column_tiles
         section = Section(

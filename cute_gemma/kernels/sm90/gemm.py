@@ -64,7 +64,6 @@ from cute_gemma.kernels.common.gemm import (
     TmaPartition,
     TmaTensor,
     Workspace,
-    tma_atoms,
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.common.shared_rounds import plan_shared
@@ -226,6 +225,9 @@ class PersistentGemm(GemmBase):
         )
         return TmaTensor(info[0], info[1])
 
+    def to_prefetch(self, *weights) -> tuple:
+        return weights
+
     def tma_store(self, tensor) -> TmaTensor:
         """Store descriptor for a row-major (M, N) output, box by box."""
         return TmaTensor(*box_tma(cpasync.CopyBulkTensorTileS2GOp(), tensor, BOX_ROWS))
@@ -267,7 +269,6 @@ class PersistentGemm(GemmBase):
             stage_barriers: cute.struct.MemRange[Int64, self.stage_count * 2]
             sum_barriers: cute.struct.MemRange[Int64, BARRIERS]
 
-        self.prefetch_descriptors(tma, warp)
         smem = SmemAllocator()
         storage = smem.allocate(Storage)
         stages = self.make_stages(storage.stage_barriers.data_ptr())
@@ -305,12 +306,6 @@ class PersistentGemm(GemmBase):
                 adder = self.cluster_sum(memory, storage.sum_barriers.data_ptr(), rank, warp - FIRST_CONSUMER)
             self.consume((stages, mmas, operands), (tma, scratch, boxes), adder, (schedule, worker, rank, first))
             boxes.finish()
-
-    @cute.jit
-    def prefetch_descriptors(self, tma, warp):
-        if warp == 1:
-            for atom in tma_atoms(tma):
-                cpasync.prefetch_descriptor(atom)
 
     def make_stages(self, barriers):
         """Barriers: a stage is full when its bytes have landed and empty when every warp that reads it is
@@ -401,6 +396,19 @@ class PersistentGemm(GemmBase):
 
     def assist(self, tma, unit, warp, warps: int) -> None:
         """Work for the warps beside the TMA warp; `warp` is one of `warps` a CTA, `unit` the CTA's first."""
+
+    @cute.jit
+    def prefetch_rows(self, tensor, n, unit, warp, warps: cutlass.Constexpr):
+        """Bring what the unit multiplies of tile n of B = `tensor` (N, K) into L2, a cache line a row and k
+        block: with few rows of A the stages are too small for all that memory could deliver meanwhile. One
+        CTA of those with the same tile does it."""
+        if unit.m == 0:
+            rows, columns = tensor.shape
+            for row in cutlass.range(warp, self.tuning.tile_n, warps, unroll=1):
+                start = Int64(cutlass.min(n * self.tuning.tile_n + row, rows - 1)) * columns
+                for k in cutlass.range(unit.k_begin + cute.arch.lane_idx(), unit.k_end, WARP, unroll=1):
+                    element = tensor.iterator + (start + cutlass.min(k * BLOCK_K, columns - 1))
+                    cute.arch.prefetch(element.to_llvm_ptr(), cache_level="L2")
 
     # ---- consumer warps
     # -------------------------------------------------------------------------------------------

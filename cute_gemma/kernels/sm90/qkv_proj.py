@@ -104,7 +104,11 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
 
     @cute.jit
     def assist(self, tma, unit, warp, warps: cutlass.Constexpr):
-        """Brings the rows of cos and sin that the first tile needs into L2 while it is being multiplied."""
+        """Brings the first tile's weights into L2, and the rows of cos and sin that it needs at the end."""
+        part, tile = self.place(unit)
+        for side in cutlass.range_constexpr(3):
+            if part == side:
+                self.prefetch_rows(tma.memory[side], tile, unit, warp, warps)
         per_row = self.head_dim * 2 // LINE
         first = unit.m * self.tuning.unit_rows
         begin, end = warp * WARP + cute.arch.lane_idx(), self.tuning.unit_rows * per_row
