@@ -66,6 +66,9 @@ class GemmBase:
 
     tuning: Any
     stage_count: int
+    # Stages whose early operands are fetched before the wait for the preceding kernel; None: all. Loads are
+    # served in order: where the wait is short, what comes before the first late operand delays it.
+    early_stages: int | None = None
 
     def drain(self, stages, state) -> None:
         """Wait until other CTAs have released this one's stages for the last time, as its shared memory has
@@ -81,10 +84,6 @@ class GemmBase:
             TensorArg("counters", "i32", (self.tuning.counters,)),
         )
 
-    def to_prefetch(self, *weights) -> tuple:
-        """The weights that `loads` fetches, as they lie in memory, if the architecture brings them into L2."""
-        return ()
-
     def schedule(self, sections: tuple) -> TileSchedule:
         """Who computes what of the sections' tiles."""
         return plan(sections, self.tuning.workers, self.tuning.group_m, self.tuning.stream_k)
@@ -92,7 +91,7 @@ class GemmBase:
     @cute.jit
     def produce(self, stages, loads, schedule, worker, first):
         """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency
-        wait.
+        wait, see `early_stages`.
 
         first: the worker's first unit. loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
         or whatever the subclass's `fetch_blocks` takes.
@@ -100,13 +99,16 @@ class GemmBase:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
         count = schedule.unit_count(worker)
 
-        ahead = Int32(cutlass.min(first.k_end - first.k_begin, self.stage_count))
+        most = self.stage_count if self.early_stages is None else min(self.early_stages, self.stage_count)
+        ahead = Int32(cutlass.min(first.k_end - first.k_begin, most))
         if count == 0:
             ahead = Int32(0)
         span = first.k_begin, first.k_begin + ahead
-        self.fetch_blocks(stages, loads, first, span, state.clone(), (EARLY,))
+        if cutlass.const_expr(most > 0):
+            self.fetch_blocks(stages, loads, first, span, state.clone(), (EARLY,))
         cute.arch.griddepcontrol_wait()
-        state = self.fetch_blocks(stages, loads, first, span, state, (LATE,))
+        if cutlass.const_expr(most > 0):
+            state = self.fetch_blocks(stages, loads, first, span, state, (LATE,))
 
         for index in cutlass.range(count, unroll=1):
             unit = schedule.unit(worker, index)

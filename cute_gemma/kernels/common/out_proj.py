@@ -19,12 +19,11 @@ from cute_gemma.kernels.common.schedule import Section
 
 @dataclass(frozen=True)
 class OutputTma:
-    """TMA tensors of the kernel. memory: what `to_prefetch` returns."""
+    """TMA tensors of the kernel."""
 
     attn: Any
     weight: Any
     out: Any
-    memory: tuple
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class OutputProjectionBase:
     @cute.jit
     def __call__(self, attn: cute.Tensor, weight: cute.Tensor, out: cute.Tensor, *rest):
         """Host entry; rest = (partials, counters, stream) with stream-K, else (stream,)."""
-        tma = OutputTma(self.tma_a(attn), self.tma_b(weight), self.tma_store(out), self.to_prefetch(weight))
+        tma = OutputTma(self.tma_a(attn), self.tma_b(weight), self.tma_store(out))
         section = Section(
             cute.ceil_div(attn.shape[0], self.tuning.unit_rows),
             cute.ceil_div(self.hidden, self.tuning.tile_n),

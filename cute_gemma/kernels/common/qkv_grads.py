@@ -76,6 +76,7 @@ class QkvGradientsBase:
     """
 
     operand_majors = (("mn", "mn"), ("k", "mn"))
+    early_stages = 2
 
     def __post_init__(self) -> None:
         if self.hidden < 8 or self.hidden % 8:

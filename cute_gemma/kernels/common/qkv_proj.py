@@ -37,7 +37,7 @@ class QKVTma:
     """What the device reads and writes. Triples are in order q, k, v, pairs in order q, k.
 
     norms: the two norm weights, () without qk_norm. cos, sin: as the architecture reads them. saved: None, or
-    a `Saved`. memory: what `to_prefetch` returns.
+    a `Saved`.
     """
 
     x: Any
@@ -47,7 +47,6 @@ class QKVTma:
     cos: Any
     sin: Any
     saved: Any
-    memory: tuple
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,7 @@ class QKVProjectionBase:
 
     # First in a call: the kernel before it is someone else's, and may have written the weights.
     programmatic = False
+    early_stages = 0
 
     def check(self) -> None:
         """Raise ValueError for fields that do not go together."""
@@ -188,7 +188,6 @@ class QKVProjectionBase:
             self.table(cos),
             self.table(sin),
             saved,
-            self.to_prefetch(wq, wk, wv),
         )
         q_tiles, kv_tiles = self.column_tiles
         section = Section(

@@ -171,8 +171,8 @@ class PersistentGemm(GemmBase):
         wanted = self.tuning.stages or fitting
         if wanted > fitting:
             raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
-        parts = CONSUMER_WARPS // 2 * self.words * WARP * 4
-        if self.tuning.share > 1 and parts > wanted * self.tuning.stage_bytes:
+        parts = ClusterSum.parts(self.tuning.share) * self.words * WARP * 4
+        if parts > wanted * self.tuning.stage_bytes:
             raise ValueError(f"stages: {wanted}, but parts of shared tiles take {parts} bytes of them")
         return wanted
 
@@ -224,9 +224,6 @@ class PersistentGemm(GemmBase):
             op, tensor, layout, (self.tuning.tile_n, BLOCK_K), num_multicast=self.tuning.cluster_m
         )
         return TmaTensor(info[0], info[1])
-
-    def to_prefetch(self, *weights) -> tuple:
-        return weights
 
     def tma_store(self, tensor) -> TmaTensor:
         """Store descriptor for a row-major (M, N) output, box by box."""
@@ -324,7 +321,7 @@ class PersistentGemm(GemmBase):
         return stages
 
     def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
-        return ClusterSum(memory, barriers, rank, warp, self.words)
+        return ClusterSum(memory, barriers, rank, warp, self.tuning.share, self.words)
 
     @cute.jit
     def drain(self, stages, state):
@@ -396,19 +393,6 @@ class PersistentGemm(GemmBase):
 
     def assist(self, tma, unit, warp, warps: int) -> None:
         """Work for the warps beside the TMA warp; `warp` is one of `warps` a CTA, `unit` the CTA's first."""
-
-    @cute.jit
-    def prefetch_rows(self, tensor, n, unit, warp, warps: cutlass.Constexpr):
-        """Bring what the unit multiplies of tile n of B = `tensor` (N, K) into L2, a cache line a row and k
-        block: with few rows of A the stages are too small for all that memory could deliver meanwhile. One
-        CTA of those with the same tile does it."""
-        if unit.m == 0:
-            rows, columns = tensor.shape
-            for row in cutlass.range(warp, self.tuning.tile_n, warps, unroll=1):
-                start = Int64(cutlass.min(n * self.tuning.tile_n + row, rows - 1)) * columns
-                for k in cutlass.range(unit.k_begin + cute.arch.lane_idx(), unit.k_end, WARP, unroll=1):
-                    element = tensor.iterator + (start + cutlass.min(k * BLOCK_K, columns - 1))
-                    cute.arch.prefetch(element.to_llvm_ptr(), cache_level="L2")
 
     # ---- consumer warps
     # -------------------------------------------------------------------------------------------

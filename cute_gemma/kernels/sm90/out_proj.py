@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import cutlass
-import cutlass.cute as cute
-
 from cute_gemma.kernels.common.out_proj import OutputProjectionBase
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm
@@ -32,11 +29,6 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     def boxes(self) -> int:
         """A whole strip where stages leave room."""
         return 4 if self.tuning.stage_bytes <= 32768 else 2
-
-    @cute.jit
-    def assist(self, tma, unit, warp, warps: cutlass.Constexpr):
-        """The weights, while attention is computed."""
-        self.prefetch_rows(tma.memory[0], unit.n, unit, warp, warps)
 
     def epilogue(self, strip, unit, io):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS

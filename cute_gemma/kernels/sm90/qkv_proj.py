@@ -2,7 +2,7 @@
 
 Epilogue: a warp's strip has 16 rows, of which a thread holds two, 2 columns of every 8. So the pairs (d, d +
 D/2) stay within a thread, and the mean of squares takes two shuffles among the four lanes of a row. cos and
-sin are read from global memory, 4 bytes at a time, as the thread needs them.
+sin are read from global memory, 16 bytes at a time, and traded among those lanes.
 """
 
 from __future__ import annotations
@@ -55,6 +55,23 @@ class Factors:
         return pair[0], pair[1]
 
 
+def quad_transposed(words) -> list:
+    """words[p] of lane q from word q of lane p, for the four lanes of a row.
+
+    Loads of 16 bytes bring a lane eight neighbouring columns, of which it needs two; loads of the two alone
+    keep the L1 cache busy for longer than this takes.
+    """
+    lane = cute.arch.lane_idx()
+    values = [words[i] for i in range(4)]
+    for bit, pairs in ((1, ((0, 1), (2, 3))), (2, ((0, 2), (1, 3)))):
+        upper = (lane & bit) != 0
+        for low, high in pairs:
+            received = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, values[low], values[high]), offset=bit)
+            values[low], values[high] = (
+                cutlass.select_(upper, received, values[low]), cutlass.select_(upper, values[high], received))
+    return values
+
+
 def default_tuning(
     rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 128, sm_count: int = SM_COUNT
 ) -> GemmTuning:
@@ -104,11 +121,7 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
 
     @cute.jit
     def assist(self, tma, unit, warp, warps: cutlass.Constexpr):
-        """Brings the first tile's weights into L2, and the rows of cos and sin that it needs at the end."""
-        part, tile = self.place(unit)
-        for side in cutlass.range_constexpr(3):
-            if part == side:
-                self.prefetch_rows(tma.memory[side], tile, unit, warp, warps)
+        """Brings the rows of cos and sin that the first tile needs into L2 while it is being multiplied."""
         per_row = self.head_dim * 2 // LINE
         first = unit.m * self.tuning.unit_rows
         begin, end = warp * WARP + cute.arch.lane_idx(), self.tuning.unit_rows * per_row
@@ -129,15 +142,14 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             rows = []
             for half in (0, 1):
                 row = cutlass.min(first_row + lane // 4 + 8 * half, table.shape[0] - 1)
-                pairs = (
-                    cute.recast_ptr(table.iterator, dtype=Int32)
-                    + Int64(row) * (self.head_dim // 2)
-                    + lane % 4
-                )
-                values = cute.make_tensor(pairs, cute.make_layout(self.head_dim // 8, stride=4))
-                rows.append([values[j] for j in range(self.head_dim // 8)])
+                start = table.iterator + (Int64(row) * self.head_dim + lane % 4 * 8)
+                pairs = cute.recast_ptr(start.align(16), dtype=Int32)
+                loaded = [cute.make_rmem_tensor(4, Int32) for _ in range(self.head_dim // 32)]
+                for i, words in enumerate(loaded):
+                    cute.autovec_copy(cute.make_tensor(pairs + 16 * i, cute.make_layout(4)), words)
+                rows.append(loaded)
             tables.append(rows)
-        return tuple(tables)
+        return tuple([[pair for words in row for pair in quad_transposed(words)] for row in rows] for rows in tables)
 
     @cute.jit
     def epilogue(self, strip, unit, io):

@@ -16,11 +16,13 @@ from cute_gemma.kernels.common.shared_rounds import shared_tiles
 
 SM_COUNT = 132  # of an H100 or H200 SXM
 CLUSTER_SIZES = (1, 2)  # clusters of more CTAs leave SMs idle, since none crosses a GPC
+SHARES = (1, 2, 3)  # CTAs that share a tile
+GPC_SMS = 16  # at least
 CONSUMER_WARPS = 8  # two warpgroups
 MMA_COLUMNS = 256  # largest N of a wgmma (PTX ISA, wgmma.mma_async)
 FLOPS_PER_CYCLE = 4096  # dense bf16, an SM (H100 white paper)
 # Measured on an H200, in cycles of about 1.55 GHz, which its power allows under these kernels.
-L2_BYTES_PER_CYCLE = 90  # into an SM while all of them read
+TMA_BYTES_PER_CYCLE = 66  # into an SM
 # What tiles of so many columns take longer for the same work: they move more bytes for it through shared
 # memory.
 NARROW = {64: 1.1, 128: 1.05, 192: 1.03, 256: 1.0}
@@ -63,8 +65,8 @@ class GemmTuning:
             raise ValueError(f"tile_n: {self.tile_n}, expected a multiple of 64 from 64 to {widest}")
         if self.cluster_m not in CLUSTER_SIZES:
             raise ValueError(f"cluster_m: {self.cluster_m}, expected 1 or 2")
-        if self.share not in CLUSTER_SIZES:
-            raise ValueError(f"share: {self.share}, expected 1 or 2")
+        if self.share not in SHARES:
+            raise ValueError(f"share: {self.share}, expected 1, 2 or 3")
         if self.share > 1 and (self.cluster_m > 1 or self.stream_k):
             raise ValueError(f"share: {self.share}, expected 1 with cluster_m > 1 or stream_k")
         if self.sm_count < self.cluster:
@@ -83,7 +85,9 @@ class GemmTuning:
 
     @property
     def clusters(self) -> int:
-        """Clusters resident at once."""
+        """Clusters resident at once: of three CTAs, five in each 16 SMs, as many as a GPC has or two more."""
+        if self.cluster == 3 and self.sm_count >= GPC_SMS:
+            return self.sm_count // GPC_SMS * (GPC_SMS // 3)
         return self.sm_count // self.cluster
 
     @property
@@ -141,7 +145,7 @@ def candidates(shapes: tuple[tuple[int, int], ...], inner: int, sm_count: int) -
     """Every tuning with these tile shapes, the simplest first."""
     ways: list[dict] = [{}]
     if sm_count >= 2:
-        ways += [{"share": 2}] if inner > BLOCK_K else []
+        ways += [{"share": n} for n in SHARES[1:] if min(sm_count, ceil(inner / BLOCK_K)) >= n]
         ways += [{"cluster_m": 2}, {"cluster_m": 2, "stream_k": True}]
     ways.append({"stream_k": True})
     return [GemmTuning(m, n, sm_count=sm_count, **way) for way in ways for m, n in shapes]
@@ -173,8 +177,8 @@ def exchange_cycles(tuning: GemmTuning) -> float:
 
 
 def block_cycles(tuning: GemmTuning) -> float:
-    """Cycles of one k block of a tile: the tensor cores' or the operands' way from L2, whichever is
-    longer."""
-    fetched = tuning.tile_m + tuning.tile_n // tuning.cluster_m
+    """Cycles of one k block of a tile: the tensor cores' or the operands' way into the SM, by multicast or
+    not, whichever is longer."""
+    fetched = tuning.tile_m + tuning.tile_n
     multiplied = 2 * tuning.tile_m * tuning.tile_n * BLOCK_K / FLOPS_PER_CYCLE
-    return max(multiplied * NARROW[tuning.tile_n], fetched * BLOCK_K * 2 / L2_BYTES_PER_CYCLE)
+    return max(multiplied * NARROW[tuning.tile_n], fetched * BLOCK_K * 2 / TMA_BYTES_PER_CYCLE)
