@@ -28,7 +28,7 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     @property
     def boxes(self) -> int:
         """A whole strip where stages leave room."""
-        return 4 if self.tuning.stage_bytes <= 32768 else 2
+        return min(4, self.tuning.tile_n // BOX_COLUMNS) if self.tuning.stage_bytes <= 32768 else 2
 
     def epilogue(self, strip, unit, io):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS

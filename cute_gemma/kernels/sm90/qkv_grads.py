@@ -46,7 +46,7 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
     @property
     def boxes(self) -> int:
         """A whole strip where stages leave room."""
-        return 4 if self.tuning.stage_bytes <= 32768 else 2
+        return min(4, self.tuning.tile_n // BOX_COLUMNS) if self.tuning.stage_bytes <= 32768 else 2
 
     def block_layout(self, kind: int, blocks: int):
         """Shared layout of blocks of A; a stage holds `blocks_per_cta` of them, one after the other."""
