@@ -71,11 +71,15 @@ class Options:
     trace: str | None = None
 
 
+def forward_arguments(inputs: Any, config: AttentionConfig) -> dict[str, Any]:
+    """workloads.ForwardInputs as the arguments of `attention_forward`."""
+    numbers = {"softcap": config.softcap, "eps": config.eps, "head_dim": config.head_dim}
+    return numbers | {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+
+
 def plan_forward(inputs: Any, config: AttentionConfig, **options: Any) -> Plan:
     """047's launches on workloads.ForwardInputs."""
-    numbers = {"softcap": config.softcap, "eps": config.eps, "head_dim": config.head_dim}
-    arguments = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    return functional.plan_attention_forward(**arguments, **numbers, **options)
+    return functional.plan_attention_forward(**forward_arguments(inputs, config), **options)
 
 
 def plan_backward(inputs: Any, config: AttentionConfig, **options: Any) -> Plan:
