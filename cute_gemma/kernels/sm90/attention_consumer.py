@@ -91,8 +91,7 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
         unit = _unit(me, mask, tile, batch, end - 1, s)
         cute.arch.mbarrier_wait(bars.q_full + me.group, index & 1)
         if cutlass.const_expr(kernel.mask == "tensor"):
-            count = smem.counts[me.group]
-            cute.arch.sync_warp()  # as in `_release_keys`
+            count = _read_word(smem.counts, me.group)
             if count > 0:
                 number = _walk(kernel, me, bars, smem, unit, count, number)
             elif cutlass.const_expr(not kernel.shares_q):
@@ -267,9 +266,20 @@ def _release_keys(kernel, me, bars, smem, number, first: bool):
     word goes with it."""
     stage = stage_of(kernel, number)[0]
     if kernel.mask == "tensor" and first:
-        me.word[0] = smem.words[stage]
-        cute.arch.sync_warp()  # one lane arrives for all that have read
+        me.word[0] = _read_word(smem.words, stage)
     _arrive(bars.k_empty + stage)
+
+
+@cute.jit
+def _read_word(words, index):
+    """A word that the load warp wrote, read by one lane, as one arrives for the warp; compute-sanitizer counts
+    no bar.warp.sync between other lanes' reads and that arrival."""
+    word = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        word = words[index]
+    word = cute.arch.shuffle_sync(word, 0)
+    cute.arch.sync_warp()
+    return word
 
 
 def _is_full(kernel, barriers, number):
