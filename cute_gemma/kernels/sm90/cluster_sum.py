@@ -14,6 +14,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_gemma.kernels.common.gemm import WARP
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SHARES
@@ -68,17 +70,19 @@ class ClusterSum:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, (self.ctas - 1) * WARP * self.words * 4)
             cute.arch.mbarrier_wait(arrived, 0)
             for number in cutlass.range_constexpr(self.ctas - 1):
-                received = cute.make_rmem_tensor(values.shape, Float32)
-                layout = cute.make_layout(values.shape, stride=(1, 4 * WARP))
-                cute.copy(self.atom(), cute.make_tensor(self.part(number), layout), received)
-                values.store(values.load() + received.load())
+                part = cute.make_tensor(self.part(number), cute.make_layout(values.shape, stride=(1, 4 * WARP)))
+                for i in cutlass.range_constexpr(self.words // 4):
+                    received = cute.make_rmem_tensor(4, Float32)
+                    cute.copy(self.atom(), part[None, i], received)
+                    for j in cutlass.range_constexpr(4):
+                        values[j, i] = values[j, i] + received[j]
         else:
             cute.arch.mbarrier_wait(self.barriers + owner, 0)
             part = self.part(self.rank - Int32(self.rank > owner))
+            remote = [cute.arch.map_dsmem_ptr(pointer, owner).toint() for pointer in (part, arrived)]
             bits = cute.recast_tensor(values, Int32)
             for i in cutlass.range_constexpr(self.words // 4):  # a warp's 512 bytes at a time
-                four = tuple(bits[j, i] for j in range(4))
-                cute.arch.store_async_dsmem((part + i * 4 * WARP).align(16), four, arrived, owner)
+                store_async(remote, i * 16 * WARP, [bits[j, i] for j in range(4)])
         return owner == self.rank
 
     def arrived(self, warp):
@@ -92,3 +96,18 @@ class ClusterSum:
 
     def atom(self):
         return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)
+
+
+@dsl_user_op
+def store_async(remote: list, offset: int, four: list, *, loc=None, ip=None) -> None:
+    """st.async of 16 bytes to remote[0] + offset, counted by the mbarrier at remote[1] (shared::cluster
+    addresses).
+
+    cute.arch.store_async_dsmem maps every address by itself, and the compiler keeps all of them in registers.
+    """
+    text = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}}, [$5];"
+    operands = [Int32(value).ir_value(loc=loc, ip=ip) for value in (remote[0], *four, remote[1])]
+    llvm.inline_asm(
+        None, operands, text, ",".join("r" * len(operands)), has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip

@@ -380,9 +380,14 @@ class PersistentGemm(GemmBase):
         """An object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit."""
         raise NotImplementedError
 
-    def epilogue(self, strip: Strip, unit: Unit, io: tuple) -> None:
-        """Finish a warp's strip of a tile. io = (tma, scratch, WarpBoxes)."""
+    def epilogue(self, strip: Strip, unit: Unit, io: tuple, ready: Any) -> None:
+        """Finish a warp's strip of a tile. io = (tma, scratch, WarpBoxes). ready: what `before_epilogue` gave,
+        None if the epilogue is deferred."""
         raise NotImplementedError
+
+    def before_epilogue(self, unit: Unit, io: tuple, row: Any) -> Any:
+        """Work for a unit's epilogue that may be done while its last blocks are multiplied."""
+        return None
 
     def make_scratch(self, smem):
         """Shared memory of the epilogue, `scratch_bytes` of it."""
@@ -422,7 +427,12 @@ class PersistentGemm(GemmBase):
                 if cutlass.const_expr(kind == 0 and len(mmas) > 1):
                     done = replace(before, section=0)  # the first section's units come first
                 ahead = (schedule, worker, index + 1), (pending, done, waiting)
-                state, following = self.multiply(mmas[kind], fragments[kind], accumulator, queue, ahead)
+                state, last_block, following = self.multiply(
+                    mmas[kind], fragments[kind], accumulator, queue, ahead
+                )
+                ready = self.before_epilogue(unit, io, row)
+                warpgroup.wait_group(0)
+                stages.consumer_release(last_block)
                 complete = cutlass.Boolean(True)
                 if cutlass.const_expr(self.tuning.stream_k):
                     if unit.pieces > 1:
@@ -437,19 +447,19 @@ class PersistentGemm(GemmBase):
                 if complete:
                     pending.take(accumulator)
                     if cutlass.const_expr(not self.defers):
-                        self.finish(pending, unit)
+                        self.finish(pending, unit, ready)
                 before, waiting = unit, complete
                 unit = following
             begin = last
         if cutlass.const_expr(self.defers):
             if waiting:
-                self.finish(pending, before)
+                self.finish(pending, before, None)
 
     @cute.jit
-    def finish(self, pending, unit):
+    def finish(self, pending, unit, ready):
         """The epilogue of a warp's strips of a unit."""
         for number in cutlass.range_constexpr(self.tuning.tile_m // 128):
-            self.epilogue(pending.strip(number, self.tuning.tile_n // 8), unit, pending.io)
+            self.epilogue(pending.strip(number, self.tuning.tile_n // 8), unit, pending.io, ready)
 
     def fragments(self, mmas, operands, group) -> list:
         """For each kind of tile the shared-memory descriptors of a warpgroup's A and B, (MMA, MMA_MN, MMA_K,
@@ -466,8 +476,9 @@ class PersistentGemm(GemmBase):
     def multiply(self, mma, fragments, accumulator, queue, ahead):
         """Sum of a unit's k blocks, at least one. A stage is released when the block after it is under way.
 
-        Returns the queue's state and the unit after. To find it takes some hundred cycles, spent during the
-        first blocks, as the epilogue of the unit before is if the kernel defers that.
+        Returns the queue's state, that of the last block, still under way, and the unit after. To find it
+        takes some hundred cycles, spent during the first blocks, as the epilogue of the unit before is if the
+        kernel defers that.
         """
         stages, state, blocks = queue
         (schedule, worker, index), (pending, before, waiting) = ahead
@@ -486,7 +497,7 @@ class PersistentGemm(GemmBase):
         following = dynamic(schedule.unit(worker, index))
         if cutlass.const_expr(self.defers):
             if waiting:
-                self.finish(pending, before)
+                self.finish(pending, before, None)
             warpgroup.wait_group(1)
             for _ in cutlass.range(begun - 1, unroll=1):
                 stages.consumer_release(release)
@@ -498,9 +509,7 @@ class PersistentGemm(GemmBase):
             stages.consumer_release(release)
             release.advance()
             state.advance()
-        warpgroup.wait_group(0)
-        stages.consumer_release(release)
-        return state, following
+        return state, release, following
 
     def multiply_stage(self, mma, fragments, accumulator, stage, accumulate: bool) -> None:
         """Issue one k block as one group. The atom is fresh: setting its field rebinds it in this scope."""

@@ -30,7 +30,7 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
         """A whole strip where stages leave room."""
         return min(4, self.tuning.tile_n // BOX_COLUMNS) if self.tuning.stage_bytes <= 32768 else 2
 
-    def epilogue(self, strip, unit, io):
+    def epilogue(self, strip, unit, io, ready):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS
         tma, _, boxes = io
         first = unit.n * (self.tuning.tile_n // BOX_COLUMNS)

@@ -85,7 +85,7 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
         cute.arch.griddepcontrol_wait()
         self.fold_partials(tma, warp, warps)
 
-    def epilogue(self, strip, unit, io):
+    def epilogue(self, strip, unit, io, ready):
         """Store the strip to the matrix that its block belongs to."""
         tma, _, boxes = io
         block = unit.m * self.unit_blocks + strip.row // BLOCK_M

@@ -132,10 +132,7 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
                 cute.arch.prefetch(line.to_llvm_ptr(), cache_level="L2")
 
     def read_tables(self, tma, first_row) -> tuple:
-        """(cos, sin) of the thread's two rows, [h][j] as in `Factors`. Rows past the end read the last one.
-
-        All at once: the loads are in flight while the squares are summed up.
-        """
+        """(cos, sin) of the thread's two rows, [h][j] as in `Factors`. Rows past the end read the last one."""
         lane = cute.arch.lane_idx()
         tables = []
         for table in (tma.cos, tma.sin):
@@ -151,8 +148,15 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             tables.append(rows)
         return tuple([[pair for words in row for pair in quad_transposed(words)] for row in rows] for rows in tables)
 
+    def before_epilogue(self, unit, io, row):
+        """cos and sin, of v's tiles too: they are loaded and traded while products are under way. Not where a
+        tile may be added up before its epilogue: that takes the registers."""
+        if self.tuning.stream_k or self.tuning.share > 1:
+            return None
+        return self.read_tables(io[0], unit.m * self.tuning.unit_rows + row)
+
     @cute.jit
-    def epilogue(self, strip, unit, io):
+    def epilogue(self, strip, unit, io, ready):
         """v leaves as it is; heads of q and k are normalised, rotated and leave one by one."""
         tma, scratch, boxes = io
         part, tile = self.place(unit)
@@ -165,7 +169,7 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
                 lambda columns: boxes.store(tma.outputs[V], [(box_row, column) for column in columns]),
             )
         else:
-            cos, sin = self.read_tables(tma, first_row)
+            cos, sin = self.read_tables(tma, first_row) if cutlass.const_expr(ready is None) else ready
             factors = Factors(cos, sin, scratch, part)
             per_head = self.head_dim // 8
             for number in cutlass.range_constexpr(self.tuning.tile_n // self.head_dim):
