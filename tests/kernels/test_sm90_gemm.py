@@ -93,26 +93,23 @@ def test_split_tiles_are_bit_identical_across_schedules(tuning):
 
 
 @pytest.mark.parametrize("tile_m, tile_n, rows", [(128, 64, 1), (128, 256, 300), (256, 128, 300)])
-@pytest.mark.parametrize("share", [2, 3])
-def test_tiles_that_ctas_share(share, tile_m, tile_n, rows):
+def test_tiles_that_two_ctas_share(tile_m, tile_n, rows):
     """A few tiles that only clusters work on, or whole ones and a last round of shared ones."""
-    tuning = GemmTuning(tile_m, tile_n, share=share, sm_count=2 * share)
+    tuning = GemmTuning(tile_m, tile_n, share=2, sm_count=4)
     assert_rounded_once(*project(OutputProjection(328, 1032, tuning), rows))
 
 
-@pytest.mark.parametrize("share", [2, 3])
-def test_shared_tiles_are_bit_identical_across_schedules(share):
-    kernel = OutputProjection(328, 1032, GemmTuning(128, 128, share=share, sm_count=9))
+def test_shared_tiles_are_bit_identical_across_schedules():
+    kernel = OutputProjection(328, 1032, GemmTuning(128, 128, share=2, sm_count=8))
     first, *others = [project(kernel, 131, schedule)[0].view(torch.int16) for schedule in SCHEDULES]
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 5, 9, 10, 11, 15, 16, 29])
 @pytest.mark.parametrize("clusters", [1, 5])
-@pytest.mark.parametrize("ctas", [2, 3])
-def test_every_tile_is_dealt_once_with_all_of_its_blocks(tiles, clusters, ctas):
-    schedule = plan_shared((Section(1, tiles, 7),), clusters, ctas, 8)
-    assert schedule.workers % ctas == 0 and schedule.workers <= ctas * clusters
+def test_every_tile_is_dealt_once_with_all_of_its_blocks(tiles, clusters):
+    schedule = plan_shared((Section(1, tiles, 7),), clusters, 2, 8)
+    assert schedule.workers % 2 == 0 and schedule.workers <= 2 * clusters
     dealt = {}
     for worker in range(schedule.workers):
         units = [schedule.unit(worker, index) for index in range(schedule.unit_count(worker))]
@@ -120,12 +117,7 @@ def test_every_tile_is_dealt_once_with_all_of_its_blocks(tiles, clusters, ctas):
         for unit in units:
             dealt.setdefault(unit.tile, []).append((unit.k_begin, unit.k_end))
     assert sorted(dealt) == list(range(tiles))
-    cut = {2: [(0, 3), (3, 7)], 3: [(0, 2), (2, 4), (4, 7)]}[ctas]
-    assert all(sorted(pieces) in ([(0, 7)], cut) for pieces in dealt.values())
-
-
-def test_clusters_of_three_leave_room_for_what_a_gpc_cannot_fill():
-    assert GemmTuning(share=3).clusters == 40 and GemmTuning(share=2).clusters == 66
+    assert all(sorted(pieces) in ([(0, 7)], [(0, 3), (3, 7)]) for pieces in dealt.values())
 
 
 @pytest.mark.parametrize("stages", [2])
@@ -310,12 +302,12 @@ def assert_in_registers(kernel):
 def test_default_tuning_is_no_slower_by_its_own_count_than_any_other(rows):
     chosen = gemm_cycles(out_proj.default_tuning(rows, 3072, 3072), rows, (3072,), 3072)
     for tile_n in (192, 256):
-        for way in ({}, {"stream_k": True}, {"share": 2}, {"share": 3}, {"cluster_m": 2}):
+        for way in ({}, {"stream_k": True}, {"share": 2}, {"cluster_m": 2}):
             assert chosen <= gemm_cycles(GemmTuning(128, tile_n, **way), rows, (3072,), 3072)
 
 
 def test_default_tuning_lets_clusters_share_the_tiles_of_few_rows():
-    assert qkv_proj.default_tuning(128, 3072, 24, 8).share == 3
+    assert qkv_proj.default_tuning(128, 3072, 24, 8).share == 2
     assert out_proj.default_tuning(128, 3072, 3072).share == 2
 
 
@@ -335,7 +327,7 @@ def test_default_tuning_of_gradients_fits_shared_memory(case):
         ("sm_count", 0),
         ("group_m", 0),
         ("cluster_m", 3),
-        ("share", 4),
+        ("share", 3),
     ],
 )
 def test_tuning_rejects_impossible_shapes(field, value):

@@ -1,9 +1,9 @@
-"""Adding up a tile whose k blocks the CTAs of a cluster have shared, through their shared memory.
+"""Adding up a tile whose k blocks the two CTAs of a cluster have shared, through their shared memory.
 
-Every warp's part of the tile has an owner among the CTAs, in turn. Once the owner is done with its stages, the
-other CTAs' warps of the same number store their values there by st.async, whose bytes an mbarrier of the owner
-counts: no fence has to wait until they have arrived. Who owns a part and the order of its sum depend on no
-timing.
+Every other warp's part of the tile is one CTA's, the rest the other's. Once the owner is done with its stages,
+the other CTA's warp of the same number stores its values there by st.async, whose bytes an mbarrier of the
+owner counts: no fence has to wait until they have arrived. x + y = y + x, so the sum does not depend on who
+adds.
 """
 
 from __future__ import annotations
@@ -18,81 +18,63 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from cute_gemma.kernels.common.gemm import WARP
-from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SHARES
+from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS
 
-# mbarriers: for each CTA of a cluster "its stages are free", then for each warp "its parts are here".
-BARRIERS = max(SHARES) + CONSUMER_WARPS
+# mbarriers: "the other CTA's stages are free", then for each warp "its part is here".
+BARRIERS = 1 + CONSUMER_WARPS
+PARTS = CONSUMER_WARPS // 2  # that a CTA receives
 
 
 @dataclass(frozen=True)
 class ClusterSum:
-    """memory: fp32 pointer to `parts` parts of WARP * words values, 16-byte aligned.
+    """memory: fp32 pointer to PARTS parts of WARP * words values, 16-byte aligned.
 
-    barriers: BARRIERS mbarriers. Each serves once. rank, warp: of the caller; ctas: of the cluster; words:
-    fp32 values of a part that a thread holds.
+    barriers: BARRIERS mbarriers. Each serves once. rank, warp: of the caller; words: fp32 values of a part
+    that a thread holds.
     """
 
     memory: Any
     barriers: Any
     rank: Any
     warp: Any
-    ctas: cutlass.Constexpr[int]
     words: cutlass.Constexpr[int]
-
-    @staticmethod
-    def parts(ctas: int) -> int:
-        """How many a CTA receives at most: of each warp that it owns one from every other CTA."""
-        return -(-CONSUMER_WARPS // ctas) * (ctas - 1)
 
     @cute.jit
     def initialise(self) -> None:
         """By one warp, before the cluster's first barrier."""
         with cute.arch.elect_one():
-            for cta in cutlass.range_constexpr(self.ctas):
-                cute.arch.mbarrier_init(self.barriers + cta, CONSUMER_WARPS)
+            cute.arch.mbarrier_init(self.barriers, CONSUMER_WARPS)
             for warp in cutlass.range_constexpr(CONSUMER_WARPS):
-                cute.arch.mbarrier_init(self.arrived(warp), 1)
+                cute.arch.mbarrier_init(self.barriers + 1 + warp, 1)
 
     @cute.jit
     def add(self, accumulator):
         """True for the warp that owns its part of the tile, with the sum in the accumulator's place."""
         values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))
         lane = cute.arch.lane_idx()
-        owner = self.warp % self.ctas
-        arrived = self.arrived(self.warp)
+        owner = self.warp % 2
+        arrived = self.barriers + 1 + self.warp
+        start = (self.memory + self.warp // 2 * (WARP * self.words) + lane * 4).align(16)
 
         if lane == 0:  # the products that read the stages are the whole warp's, and done
-            for cta in cutlass.range_constexpr(self.ctas):
-                if cta != self.rank:
-                    cute.arch.mbarrier_arrive(self.barriers + self.rank, cta)
+            cute.arch.mbarrier_arrive(self.barriers, 1 - self.rank)
         if owner == self.rank:
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(arrived, (self.ctas - 1) * WARP * self.words * 4)
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived, WARP * self.words * 4)
             cute.arch.mbarrier_wait(arrived, 0)
-            for number in cutlass.range_constexpr(self.ctas - 1):
-                part = cute.make_tensor(self.part(number), cute.make_layout(values.shape, stride=(1, 4 * WARP)))
-                for i in cutlass.range_constexpr(self.words // 4):
-                    received = cute.make_rmem_tensor(4, Float32)
-                    cute.copy(self.atom(), part[None, i], received)
-                    for j in cutlass.range_constexpr(4):
-                        values[j, i] = values[j, i] + received[j]
+            part = cute.make_tensor(start, cute.make_layout(values.shape, stride=(1, 4 * WARP)))
+            for i in cutlass.range_constexpr(self.words // 4):
+                received = cute.make_rmem_tensor(4, Float32)
+                cute.copy(self.atom(), part[None, i], received)
+                for j in cutlass.range_constexpr(4):
+                    values[j, i] = values[j, i] + received[j]
         else:
-            cute.arch.mbarrier_wait(self.barriers + owner, 0)
-            part = self.part(self.rank - Int32(self.rank > owner))
-            remote = [cute.arch.map_dsmem_ptr(pointer, owner).toint() for pointer in (part, arrived)]
+            cute.arch.mbarrier_wait(self.barriers, 0)
+            remote = [cute.arch.map_dsmem_ptr(pointer, owner).toint() for pointer in (start, arrived)]
             bits = cute.recast_tensor(values, Int32)
             for i in cutlass.range_constexpr(self.words // 4):  # a warp's 512 bytes at a time
                 store_async(remote, i * 16 * WARP, [bits[j, i] for j in range(4)])
         return owner == self.rank
-
-    def arrived(self, warp):
-        return self.barriers + self.ctas + warp
-
-    def part(self, number):
-        """Where the owner receives the calling warp's part from the other CTA of this number, the calling
-        thread's first 16 bytes."""
-        place = self.warp // self.ctas * (self.ctas - 1) + number
-        return (self.memory + place * (WARP * self.words) + cute.arch.lane_idx() * 4).align(16)
 
     def atom(self):
         return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=128)

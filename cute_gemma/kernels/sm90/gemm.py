@@ -68,7 +68,7 @@ from cute_gemma.kernels.common.gemm import (
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit
 from cute_gemma.kernels.common.shared_rounds import plan_shared
 from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes
-from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, ClusterSum
+from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, PARTS, ClusterSum
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, GemmTuning
 
 WARPGROUP = 128
@@ -171,8 +171,8 @@ class PersistentGemm(GemmBase):
         wanted = self.tuning.stages or fitting
         if wanted > fitting:
             raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
-        parts = ClusterSum.parts(self.tuning.share) * self.words * WARP * 4
-        if parts > wanted * self.tuning.stage_bytes:
+        parts = PARTS * self.words * WARP * 4
+        if self.tuning.share > 1 and parts > wanted * self.tuning.stage_bytes:
             raise ValueError(f"stages: {wanted}, but parts of shared tiles take {parts} bytes of them")
         return wanted
 
@@ -321,7 +321,7 @@ class PersistentGemm(GemmBase):
         return stages
 
     def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
-        return ClusterSum(memory, barriers, rank, warp, self.tuning.share, self.words)
+        return ClusterSum(memory, barriers, rank, warp, self.words)
 
     @cute.jit
     def drain(self, stages, state):

@@ -27,8 +27,11 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
 
     @property
     def boxes(self) -> int:
-        """A whole strip where stages leave room."""
-        return min(4, self.tuning.tile_n // BOX_COLUMNS) if self.tuning.stage_bytes <= 32768 else 2
+        """As many as leave (128, 64) tiles eight stages and (128, 128) ones five: with six these took 25.2 us
+        instead of 20.7 at M = 586 on an H200."""
+        if self.tuning.tile_n == BOX_COLUMNS:
+            return 1
+        return 4 if self.tuning.stage_bytes <= 32768 else 2
 
     def epilogue(self, strip, unit, io, ready):
         box_row = (unit.m * self.tuning.unit_rows + strip.row) // BOX_ROWS
