@@ -17,9 +17,9 @@ from . import jit
 from .checks import check_heads, check_mask, check_tensor
 from .config import AttentionConfig
 from .plans import Plan
+from .plans_forward import attention_recipe, forward_recipe
 from .recipe_cache import RecipeCache
 from .recipes import Recipe
-from .plans_forward import attention_recipe, forward_recipe
 
 BACKENDS = {"cpu": "emulator", "cuda": "cuda"}
 

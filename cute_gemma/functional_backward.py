@@ -10,9 +10,9 @@ from torch import Tensor
 from .checks import check_tensor
 from .functional import resolve_call_target
 from .plans import Plan
+from .plans_backward import BackwardSizes, backward_recipe, rope_backward_recipe
 from .recipe_cache import RecipeCache
 from .recipes import Recipe
-from .plans_backward import BackwardSizes, backward_recipe, rope_backward_recipe
 from .reference import QKVGradients
 
 _backward_recipes = RecipeCache()

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from . import emulator, jit
 from .emulator.launch import Launch
+from .workspace import Workspace
 
 # Seconds after which a launch in the emulator shows a progress bar.
 _BAR_DELAY = 3.0

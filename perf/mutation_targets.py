@@ -280,9 +280,11 @@ def _gemm(arch: str, name: str, *args: Any, tuning: Mapping[str, Any], norm: boo
     from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 
     if arch == "sm_100a":
-        from cute_gemma.kernels.sm100 import out_proj, qkv_grads, qkv_proj, tuning as tunings
+        from cute_gemma.kernels.sm100 import out_proj, qkv_grads, qkv_proj
+        from cute_gemma.kernels.sm100 import tuning as tunings
     else:
-        from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj, tuning as tunings
+        from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
+        from cute_gemma.kernels.sm90 import tuning as tunings
     modules = {"OutputProjection": out_proj, "QKVProjection": qkv_proj, "QkvGradients": qkv_grads}
     settings = {"norm": NormBackwardTuning(warps=1)} if norm else {}  # many partial sums of few rows
     return getattr(modules[name], name)(*args, tuning=tunings.GemmTuning(**tuning), **settings)

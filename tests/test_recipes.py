@@ -15,9 +15,9 @@ import cute_gemma
 from cute_gemma import QKVGradients, emulator, functional, functional_backward, recipe_cache, workspace
 from cute_gemma.emulator import tvm_abi
 from cute_gemma.jit import prepared
+from cute_gemma.kernels.sm90.tuning import GemmTuning
 from cute_gemma.plans import Plan
 from cute_gemma.recipes import Recipe
-from cute_gemma.kernels.sm90.tuning import GemmTuning
 
 B, S, C, H, KV, D = 2, 5, 64, 4, 2, 128
 BF16, F32 = torch.bfloat16, torch.float32

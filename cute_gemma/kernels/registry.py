@@ -149,8 +149,8 @@ def _sm100_backward() -> BackwardKernels:
 
 def _sm90_backward() -> BackwardKernels:
     def norm_backward(sizes: Any) -> Any:
-        from .sm90.qkv_grads import NORM_TUNING
         from .common.norm_backward import NormBackward
+        from .sm90.qkv_grads import NORM_TUNING
 
         return NormBackward(sizes.head_dim, NORM_TUNING)
 

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_gemma.kernels.common import bf16, norm_rope
 from cute_gemma.kernels.common.gemm import WARP
-from cute_gemma.kernels.common.qkv_proj import K, Q, V, QKVProjectionBase
+from cute_gemma.kernels.common.qkv_proj import K, Q, QKVProjectionBase, V
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import CONSUMER_BARRIER, FIRST_CONSUMER, PersistentGemm, Strip
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, SM_COUNT, GemmTuning, choose_tuning
