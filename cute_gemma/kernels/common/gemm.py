@@ -66,6 +66,7 @@ class GemmBase:
 
     tuning: Any
     stage_count: int
+    programmatic: bool = True  # launched with PDL: the kernel before it must not write what is loaded early
     # Stages whose early operands are fetched before the wait for the preceding kernel; None: all. Loads are
     # served in order: where the wait is short, what comes before the first late operand delays it.
     early_stages: int | None = None
@@ -106,7 +107,7 @@ class GemmBase:
         span = first.k_begin, first.k_begin + ahead
         if cutlass.const_expr(most > 0):
             self.fetch_blocks(stages, loads, first, span, state.clone(), (EARLY,))
-        cute.arch.griddepcontrol_wait()
+        self.wait_for_launch_before()
         if cutlass.const_expr(most > 0):
             state = self.fetch_blocks(stages, loads, first, span, state, (LATE,))
 
@@ -118,6 +119,12 @@ class GemmBase:
             state = self.fetch_blocks(stages, loads, unit, (begin, unit.k_end), state, (EARLY, LATE))
         cute.arch.griddepcontrol_launch_dependents()
         self.drain(stages, state)
+
+    @cute.jit
+    def wait_for_launch_before(self):
+        """Nothing to do where the launch is not programmatic: it begins when all before it are done."""
+        if cutlass.const_expr(self.programmatic):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def fetch_blocks(self, stages, loads, unit, span, state, parts: cutlass.Constexpr):

@@ -97,7 +97,6 @@ class PersistentGemm(GemmBase):
     boxes: int = 2  # 32 x 64 boxes of shared memory an epilogue warp has, see boxes.py
     clusters: bool = False  # whether loads and epilogue place rows by rank, as tuning.cluster_m > 1 needs
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
-    programmatic: bool = True  # launched with PDL: the kernel before it must not write what `early` loads
 
     # ---- shapes -------------------------------------------------------------------------------------------
 
@@ -244,7 +243,7 @@ class PersistentGemm(GemmBase):
             tmem.wait_for_alloc()
             tmem.relinquish_alloc_permit()
             address = tmem.retrieve_ptr(Float32)
-            cute.arch.griddepcontrol_wait()
+            self.wait_for_launch_before()
             self.consume(
                 pipelines.accumulators, address, (tma, scratch, boxes), workspace, (schedule, worker, rank)
             )

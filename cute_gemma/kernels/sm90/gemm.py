@@ -153,7 +153,6 @@ class PersistentGemm(GemmBase):
     operand_majors: tuple[tuple[str, str], ...] = (("k", "k"),)
     boxes: int = 2  # 16 x 64 boxes of shared memory a consumer warp has, see boxes.py
     scratch_bytes: int = 0  # shared memory the epilogue needs besides its boxes
-    programmatic: bool = True  # launched with PDL: the kernel before it must not write what `early` loads
     defers: bool = (
         False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
     )
@@ -295,7 +294,7 @@ class PersistentGemm(GemmBase):
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             boxes = WarpBoxes(box_memory, (warp - FIRST_CONSUMER) * self.boxes, self.boxes)
             self.prepare_epilogue(tma, scratch)
-            cute.arch.griddepcontrol_wait()
+            self.wait_for_launch_before()
             adder = workspace
             if cutlass.const_expr(self.tuning.share > 1):
                 address = cute.recast_ptr(a_shared.iterator, dtype=Int32).toint()
