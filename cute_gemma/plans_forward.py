@@ -72,7 +72,7 @@ def _check_head_dim(config: AttentionConfig, supported: tuple[int, ...], target:
 def _add_mask_scan(
     builder: RecipeBuilder, kernels: ForwardKernels, mask: Tensor | str | None, early: bool
 ) -> dict[str, str]:
-    """The pre-pass over a mask tensor, see MaskScan; returns what the attention kernel takes of it, by argument name."""
+    """The pre-pass over a mask tensor, see MaskScan; returns what attention takes of it, by argument name."""
     if not isinstance(mask, Tensor):
         return {}
     batch, _, seq, _ = mask.shape

@@ -305,7 +305,8 @@ MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 TO_PEER = """ld.param.u64 %d1, [p0]; mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mov.u32 %r3, %cluster_ctarank;
 add.u32 %r20, %r2, 256; setp.ne.u32 %p1, %r1, 0; shl.b32 %r7, %r1, 2; add.u32 %r8, %r2, %r7;
 st.shared.u32 [%r8], %r1; fence.proxy.async.shared::cta; bar.warp.sync -1; @%p1 bra A;
-mbarrier.init.shared.b64 [%r20], 1; fence.mbarrier_init.release.cluster; A: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+mbarrier.init.shared.b64 [%r20], 1; fence.mbarrier_init.release.cluster;
+A: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 xor.b32 %r5, %r3, 1; mapa.shared::cluster.u32 %r10, %r2, %r5; mapa.shared::cluster.u32 %r11, %r20, {rank};
 add.u32 %r10, %r10, 128; @%p1 bra B; mbarrier.arrive.expect_tx.shared.b64 _, [%r20], 128;
 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r10], [%r2], 128, [%r11];

@@ -94,8 +94,8 @@ class GemmBase:
         """TMA warp: keep the stages full. Early operands of the first stages go out before the dependency
         wait, see `early_stages`.
 
-        first: the worker's first unit. loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
-        or whatever the subclass's `fetch_blocks` takes.
+        loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
+        or whatever the subclass's `fetch_blocks` takes. first: the worker's first unit.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
         count = schedule.unit_count(worker)

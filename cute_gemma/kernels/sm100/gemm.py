@@ -29,7 +29,7 @@ To make a GEMM, subclass `PersistentGemm` and provide
 and call `launch` from the host entry. out_proj.py is the shortest example.
 
 Programmatic dependent launch: `early` loads must not depend on the preceding kernel in the stream (weights do
-not); they fill the stages before griddepcontrol.wait. All else comes after it. launch_dependents follows the
+not); they fill `early_stages` of the stages before griddepcontrol.wait. All else comes after it. launch_dependents follows the
 last load.
 
 Budgets: 227 KB of shared memory a CTA (CUDA programming guide, compute capability 10.0); 128 lanes x 512

@@ -30,8 +30,8 @@ To make a GEMM, subclass `PersistentGemm` and give it
 
 and call `launch` from its host entry.
 
-PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill the stages
-before griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
+PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill `early_stages`
+of the stages before griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
 
 Budgets (CUDA programming guide, "Compute capabilities" for 9.0): 227 KB of shared memory a CTA; 65,536
 registers, of which a consumer thread's accumulators take tile_m * tile_n / 256.
