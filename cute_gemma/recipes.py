@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch import Tensor
 from . import jit
 from .jit.signature import TensorArg
 from .plans import Plan, Step
-from .workspace import SCRATCH, ZEROED, Layout, Slot, Workspace
+from .workspace import KEPT, Layout, Slot, Workspace
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}
 # Scratch arguments that a kernel finds zeroed.
@@ -62,25 +63,24 @@ class Recipe:
     result: Callable[[list[Tensor]], Any]
     _idle: list[_Frame] = field(default_factory=list, repr=False)
 
-    @property
+    @cached_property
     def emulated(self) -> bool:
         """Whether the tensors are on the CPU, so that the launches run in the emulator."""
         return self.device.type == "cpu"
 
     @cached_property
-    def _new(self) -> list[tuple[int, torch.dtype]]:
-        """For each output which input it is like, and its dtype."""
+    def _new(self) -> list[tuple[int, dict[str, torch.dtype]]]:
+        """For each output the number of the input it is like, and in what it differs."""
         names = list(self.inputs)
-        return [(names.index(output.like), output.dtype) for output in self.outputs.values()]
+        return [
+            (names.index(like), {} if self.inputs[like].dtype == dtype else {"dtype": dtype})
+            for like, dtype in self.outputs.values()
+        ]
 
     def new_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Memory for the outputs of a call with these inputs."""
-        found = []
-        for number, dtype in self._new:
-            like = tensors[number]
-            # A keyword costs more than the comparison.
-            found.append(torch.empty_like(like) if like.dtype is dtype else torch.empty_like(like, dtype=dtype))
-        return found
+        empty_like = torch.empty_like
+        return [empty_like(tensors[number], **other) for number, other in self._new]
 
     def plan(self, tensors: Sequence[Tensor], outputs: list[Tensor] | None = None) -> Plan:
         """The launches on these inputs and outputs (None: new ones), with a workspace of its own."""
@@ -119,22 +119,20 @@ class Recipe:
 
         The workspace is kept for the stream, save while it is captured in a graph: the graph owns that memory.
         """
-        index, layout = self.device.index, self.layout
+        index = self.device.index
         stream = torch._C._cuda_getCurrentRawStream(index)  # current_stream() takes 40 times as long
-        # Whether a stream is captured can be asked of the current device only.
-        capturing = torch.cuda.current_device() != index or torch.cuda.is_current_stream_capturing()
+        # The default stream, 0, cannot be captured. Another one can be asked of the current device only.
+        capturing = stream and (torch.cuda.current_device() != index or torch.cuda.is_current_stream_capturing())
         key = None if capturing else (index, stream)
         try:
             frame = self._idle.pop()
         except IndexError:
             frame = _Frame(self)
-        scratch = SCRATCH.take(layout.scratch_bytes, self.device, key)
-        zeroed = ZEROED.take(layout.zeroed_bytes, self.device, key)
-        frame.run(addresses, scratch.address, zeroed.address, stream)
-        # None of them after an error: what a kernel left is unknown.
+        blocks = KEPT.take(self.layout, self.device, key)
+        frame.run(addresses, blocks.bases, stream)
+        # Neither of them after an error: what a kernel left is unknown.
         self._idle.append(frame)
-        SCRATCH.put(scratch, key)
-        ZEROED.put(zeroed, key)
+        KEPT.put(blocks, key)
 
 
 class _Frame:
@@ -154,28 +152,26 @@ class _Frame:
             launches.append((jit.compile(stage.kernel, recipe.target), arguments))
         tensors = [(values[name].dtype, shape) for name, shape in numbers]
         self._launches = jit.PreparedLaunches(tensors, launches, recipe.device.index or 0)
-        # (place in the launches' addresses, index of the address or offset in the workspace)
-        self._given: list[tuple[int, int]] = []
-        self._slots: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+        # Addresses of the launches' tensors, each with what tells it.
+        self._given: list[tuple[ctypes.c_void_p, int]] = []
+        self._slots: list[tuple[ctypes.c_void_p, Slot]] = []
         order = [*recipe.inputs, *recipe.outputs]
-        for (name, _), number in numbers.items():
-            place, value = self._launches.place(number), values[name]
+        for (name, _), address in zip(numbers, self._launches.addresses, strict=True):
+            value = values[name]
             if isinstance(value, Slot):
-                self._slots[value.zeroed].append((place, value.offset))
+                self._slots.append((address, value))
             else:
-                self._given.append((place, order.index(name)))
+                self._given.append((address, order.index(name)))
         self._bases: tuple[int, int] | None = None
 
-    def run(self, addresses: list[int], scratch: int, zeroed: int, stream: int) -> None:
-        """Launches on inputs and outputs at `addresses` and the two parts of the workspace."""
-        words = self._launches.addresses
-        for place, index in self._given:
-            words[place] = addresses[index]
-        if self._bases != (scratch, zeroed):
-            self._bases = scratch, zeroed
-            for is_zeroed, base in ((False, scratch), (True, zeroed)):
-                for place, offset in self._slots[is_zeroed]:
-                    words[place] = base + offset
+    def run(self, addresses: list[int], bases: tuple[int, int], stream: int) -> None:
+        """Launches on inputs and outputs at `addresses`, with the parts of the workspace, scratch first, at `bases`."""
+        for address, index in self._given:
+            address.value = addresses[index]
+        if bases is not self._bases:
+            self._bases = bases
+            for address, slot in self._slots:
+                address.value = bases[slot.zeroed] + slot.offset
         self._launches.run(stream)
 
 

@@ -1,7 +1,7 @@
 """The memory between a call's inputs and its outputs: how it is laid out, and who owns it.
 
-A plan owns a `Workspace`. The plain functions keep one block of each kind for a stream (`Kept`): whatever is
-launched there finds it free again, since a stream's launches run in order.
+A plan owns a `Workspace`. The plain functions keep one block of each kind for a stream (`KEPT`): whatever is
+launched there finds them free again, since a stream's launches run in order.
 """
 
 from __future__ import annotations
@@ -78,46 +78,64 @@ class Block(NamedTuple):
     size: int
 
 
-_NONE = Block(None, 0, 0)
+_NO_BLOCK = Block(None, 0, 0)
+
+
+class Blocks(NamedTuple):
+    """Memory for the two parts of a layout. bases: their addresses; the same object for the same memory."""
+
+    scratch: Block
+    zeroed: Block
+    bases: tuple[int, int]
+
+
+_NO_BLOCKS = Blocks(_NO_BLOCK, _NO_BLOCK, (0, 0))
 
 
 class Kept:
-    """Blocks that are kept from call to call, one for each GPU and stream. allocate: torch.empty, or torch.zeros for
-    blocks that every user leaves zeroed.
+    """Blocks that are kept from call to call, two for each GPU and stream. Every user leaves the zeroed one zeroed.
 
-    A call takes the block out and puts it back once all is launched: no two threads hold the same, and a call that
-    fails drops it.
+    A call takes the blocks out and puts them back once all is launched: no two threads hold the same, and a call
+    that fails drops them.
     """
 
-    def __init__(self, allocate: Callable[..., Tensor]) -> None:
-        self._allocate = allocate
-        self._blocks: dict[tuple[int, int], Block] = {}
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], Blocks] = {}
         self._lock = threading.Lock()
 
-    def take(self, size: int, device: torch.device, key: tuple[int, int] | None) -> Block:
-        """A block of at least `size` bytes: the one kept under `key`, (GPU, stream), or else a new one."""
-        if not size:
-            return _NONE
-        if key is not None and size <= MAX_KEPT_BYTES:
-            block = self._blocks.pop(key, None)
-            if block is not None and block.size >= size:
-                return block
-        memory = _aligned(self._allocate, size, device)
-        return Block(memory, memory.data_ptr(), size)
+    def take(self, layout: Layout, device: torch.device, key: tuple[int, int] | None) -> Blocks:
+        """Blocks that the layout fits in: those kept under `key`, (GPU, stream), or else new ones."""
+        kept = self._blocks.pop(key, _NO_BLOCKS)
+        if kept.scratch.size >= layout.scratch_bytes and kept.zeroed.size >= layout.zeroed_bytes:
+            return kept
+        scratch = _fitting(kept.scratch, layout.scratch_bytes, torch.empty, device)
+        zeroed = _fitting(kept.zeroed, layout.zeroed_bytes, torch.zeros, device)
+        return Blocks(scratch, zeroed, (scratch.address, zeroed.address))
 
-    def put(self, block: Block, key: tuple[int, int] | None) -> None:
-        """Keeps a block for the next call under `key`."""
-        if key is None or not 0 < block.size <= MAX_KEPT_BYTES:
+    def put(self, blocks: Blocks, key: tuple[int, int] | None) -> None:
+        """Keeps the blocks for the next call under `key`, None: for none."""
+        if key is None:
             return
+        if blocks.scratch.size > MAX_KEPT_BYTES or blocks.zeroed.size > MAX_KEPT_BYTES:
+            scratch, zeroed = (_NO_BLOCK if block.size > MAX_KEPT_BYTES else block for block in blocks[:2])
+            blocks = Blocks(scratch, zeroed, (scratch.address, zeroed.address))
         if len(self._blocks) >= MAX_KEPT:
             with self._lock:
                 for oldest in list(self._blocks)[: len(self._blocks) + 1 - MAX_KEPT]:
                     self._blocks.pop(oldest, None)
-        self._blocks[key] = block
+        self._blocks[key] = blocks
 
     def clear(self) -> None:
         """Frees all that is kept."""
         self._blocks.clear()
+
+
+def _fitting(kept: Block, size: int, allocate: Callable[..., Tensor], device: torch.device) -> Block:
+    """The kept block if it is large enough, or else a new one."""
+    if kept.size >= size:
+        return kept
+    memory = _aligned(allocate, size, device)
+    return Block(memory, memory.data_ptr(), size)
 
 
 def _aligned(allocate: Callable[..., Tensor], size: int, device: torch.device) -> Tensor:
@@ -125,5 +143,4 @@ def _aligned(allocate: Callable[..., Tensor], size: int, device: torch.device) -
     return memory[-memory.data_ptr() % _ALIGN :][:size]
 
 
-SCRATCH = Kept(torch.empty)
-ZEROED = Kept(torch.zeros)
+KEPT = Kept()

@@ -3,7 +3,6 @@
 For the last part CPU memory stands for a GPU's, and the emulator runs what is launched there.
 """
 
-import ctypes
 import math
 import threading
 from types import SimpleNamespace
@@ -78,8 +77,7 @@ CACHES = {
 def nothing_kept():
     for cache in CACHES.values():
         cache.clear()
-    workspace.SCRATCH.clear()
-    workspace.ZEROED.clear()
+    workspace.KEPT.clear()
 
 
 @pytest.fixture
@@ -268,7 +266,7 @@ class EmulatedGpu:
         self.before = lambda: None
         self.local = threading.local()
 
-    def gpu_call(self, compiled, packed):
+    def gpu_call(self, compiled, tensors):
         def run(launch):
             previous = getattr(self.local, "previous", None) if launch.programmatic else None
             self.local.previous = emulator.run_launch(launch, regions, emulator.Options(), previous)
@@ -276,13 +274,10 @@ class EmulatedGpu:
         def call():
             nonlocal regions
             self.before()
-            tensors = [tvm_abi.DLTensor.from_address(entry.value.v_ptr) for entry in packed]
-            regions = [
-                emulator.Region(t.data, math.prod(t.shape[: t.ndim]) * t.type_bits // 8) for t in tensors
-            ]
-            compiled.host_code.call_any(ctypes.addressof(packed), len(packed), run)
-            return 0
+            regions = [emulator.Region(t.data, math.prod(t.shape[: t.ndim]) * t.type_bits // 8) for t in given]
+            compiled.host_code.call_prepared(tensors, run)
 
+        given = list(map(tvm_abi.dltensor, tensors))
         regions = []
         return call
 
@@ -329,9 +324,15 @@ def assert_equal(found, wanted):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+def kept():
+    """What each stream keeps: scratch, zeroed."""
+    return [blocks[:2] for blocks in workspace.KEPT._blocks.values()]
+
+
 def poison_kept():
-    for block in workspace.SCRATCH._blocks.values():
-        block.owner.fill_(0xFF)
+    for scratch, _ in kept():
+        if scratch.size:
+            scratch.owner.fill_(0xFF)
 
 
 def additive(batch, dtype):
@@ -362,10 +363,11 @@ def test_warm_calls_give_the_bits_of_a_plan(gpu, split_tiles, which, changes):
         given = arguments(which, seed)
         assert_equal(call(which, given, **changes), planned(which, given, **changes))
         poison_kept()
-        assert all((block.owner == 0).all() for block in workspace.ZEROED._blocks.values())
+        ((_, zeroed),) = kept()
+        assert zeroed.owner is None or (zeroed.owner == 0).all()
     (recipe,) = CACHES[which]._recipes.values()
     assert len(recipe._idle) == 1
-    assert (("sm_90a" in changes.values()) == bool(workspace.ZEROED._blocks)), "no case with counters"
+    assert (("sm_90a" in changes.values()) == bool(zeroed.size)), "no case with counters"
 
 
 def test_calls_share_the_memory_that_their_stream_keeps(gpu):
@@ -376,43 +378,43 @@ def test_calls_share_the_memory_that_their_stream_keeps(gpu):
                 assert_equal(call(which), result)
                 if round_ == 0:
                     poison_kept()
-        assert sorted(workspace.SCRATCH._blocks) == [(None, 3), (None, 4)]
-    addresses = {block.address for block in workspace.SCRATCH._blocks.values()}
+        assert sorted(workspace.KEPT._blocks) == [(None, 3), (None, 4)]
+    addresses = {scratch.address for scratch, _ in kept()}
     call("attention_forward")
-    assert {block.address for block in workspace.SCRATCH._blocks.values()} == addresses
+    assert {scratch.address for scratch, _ in kept()} == addresses
     plan = functional.plan_attention_forward(**arguments("attention_forward"))
-    kept = {block.owner.untyped_storage().data_ptr() for block in workspace.SCRATCH._blocks.values()}
-    assert kept.isdisjoint(t.untyped_storage().data_ptr() for s in plan.steps for t in s.tensors.values())
+    shared = {scratch.owner.untyped_storage().data_ptr() for scratch, _ in kept()}
+    assert shared.isdisjoint(t.untyped_storage().data_ptr() for s in plan.steps for t in s.tensors.values())
 
 
 def test_a_captured_call_uses_memory_of_its_own(gpu):
     call("attention_forward")
-    (kept,) = workspace.SCRATCH._blocks.values()
-    kept.owner.fill_(7)
+    ((scratch, _),) = kept()
+    scratch.owner.fill_(7)
     gpu.state.capturing = True
     given = arguments("attention_forward", seed=1)
     assert_equal(call("attention_forward", given), planned("attention_forward", given))
-    assert (kept.owner == 7).all() and list(workspace.SCRATCH._blocks.values()) == [kept]
+    assert (scratch.owner == 7).all() and kept()[0][0] is scratch and len(kept()) == 1
 
 
 def test_large_blocks_are_not_kept(gpu, monkeypatch):
     monkeypatch.setattr(workspace, "MAX_KEPT_BYTES", 1000)
     given = arguments("attention_forward")
     assert_equal(call("attention_forward", given), planned("attention_forward", given))
-    assert not workspace.SCRATCH._blocks
+    assert [scratch.size for scratch, _ in kept()] == [0]
 
 
 def test_blocks_are_kept_for_few_streams(gpu):
     for gpu.state.stream in range(workspace.MAX_KEPT + 3):
         call("attention_forward")
-    assert len(workspace.SCRATCH._blocks) == workspace.MAX_KEPT
-    assert (None, gpu.state.stream) in workspace.SCRATCH._blocks
+    assert len(workspace.KEPT._blocks) == workspace.MAX_KEPT
+    assert (None, gpu.state.stream) in workspace.KEPT._blocks
 
 
 def test_what_a_call_that_fails_half_way_used_is_dropped(gpu, split_tiles):
     given = arguments("qkv_backward")
     wanted = call("qkv_backward", given, target="sm_90a")
-    (scratch,), (zeroed,) = workspace.SCRATCH._blocks.values(), workspace.ZEROED._blocks.values()
+    ((scratch, zeroed),) = kept()
     left = iter([None])  # one launch, then none
 
     def fail():
@@ -422,7 +424,7 @@ def test_what_a_call_that_fails_half_way_used_is_dropped(gpu, split_tiles):
     gpu.before = fail
     with pytest.raises(RuntimeError, match="no such launch"):
         call("qkv_backward", given, target="sm_90a")
-    assert not workspace.SCRATCH._blocks and not workspace.ZEROED._blocks
+    assert not kept()
     zeroed.owner.fill_(1)  # as a kernel that was stopped might leave it
     scratch.owner.fill_(0xFF)
     gpu.before = lambda: None

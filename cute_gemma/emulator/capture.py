@@ -119,10 +119,13 @@ class HostCode:
         call = self._call_packed if self.packed else self._call_tvm_ffi
         self._run(lambda: call(args), on_launch)
 
-    def call_any(self, packed: int, count: int, on_launch: OnLaunch) -> None:
-        """Runs a TVM-FFI entry on the `count` TVMFFIAny at address `packed`, otherwise as a call does."""
-        arguments = ctypes.c_void_p(packed), count, ctypes.byref(tvm_abi.Any())
-        self._run(lambda: self._function(None, *arguments), on_launch)
+    def call_prepared(self, tensors: Sequence[Any], on_launch: OnLaunch) -> None:
+        """Runs a TVM-FFI entry on tvm_ffi.Tensors, whose memory is the CPU's whatever they say, as a call does."""
+        pointers = [ctypes.addressof(tvm_abi.dltensor(tensor)) for tensor in tensors]
+        packed = (tvm_abi.Any * len(pointers))(
+            *(tvm_abi.Any(tvm_abi.ANY_DLTENSOR, 0, tvm_abi.AnyValue(v_ptr=pointer)) for pointer in pointers)
+        )
+        self._run(lambda: self._function(None, packed, len(packed), ctypes.byref(tvm_abi.Any())), on_launch)
 
     def _run(self, call: Callable[[], int], on_launch: OnLaunch) -> None:
         raised: list[BaseException] = []

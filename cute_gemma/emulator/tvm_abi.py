@@ -33,6 +33,11 @@ class DLTensor(ctypes.Structure):
     ]
 
 
+def dltensor(tensor: object) -> DLTensor:
+    """That of a tvm_ffi.Tensor, in place: it follows the object's header. It does not keep the tensor."""
+    return DLTensor.from_address(tensor.__chandle__() + OBJECT_HEADER)
+
+
 class AnyValue(ctypes.Union):
     """The value of an `Any`."""
 

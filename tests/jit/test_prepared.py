@@ -1,9 +1,8 @@
 """Launches whose arguments are laid out beforehand. The emulator runs what they would launch on a GPU."""
 
-import ctypes
-
 import pytest
 import torch
+import tvm_ffi
 from tiny_kernels import Reverse, RowScale
 
 from cute_gemma import emulator, jit
@@ -11,6 +10,7 @@ from cute_gemma.emulator import tvm_abi
 from cute_gemma.jit import prepared
 
 F32 = torch.float32
+GPU = tvm_ffi.device("cuda", 0)
 
 
 def reverse_twice(n=300):
@@ -24,7 +24,7 @@ def reverse_twice(n=300):
 
 def place(launches, tensors):
     for number, tensor in enumerate(tensors):
-        launches.addresses[launches.place(number)] = tensor.data_ptr()
+        launches.addresses[number].value = tensor.data_ptr()
 
 
 def blocks_reversed(x):
@@ -36,16 +36,13 @@ def emulated(monkeypatch):
     """Calls run in the emulator; holds the environment's stream at each."""
     streams = []
 
-    def gpu_call(compiled, packed):
+    def gpu_call(compiled, tensors):
         def call():
-            streams.append(prepared._library().TVMFFIEnvGetStream(tvm_abi.DEVICE_CUDA, 0))
-            tensors = [tvm_abi.DLTensor.from_address(entry.value.v_ptr) for entry in packed]
-            regions = [emulator.Region(t.data, 4 * t.shape[0]) for t in tensors]
-            compiled.host_code.call_any(
-                ctypes.addressof(packed), len(packed), lambda launch: emulator.run_launch(launch, regions)
-            )
-            return 0
+            streams.append(tvm_ffi.get_raw_stream(GPU))
+            regions = [emulator.Region(t.data, 4 * t.shape[0]) for t in given]
+            compiled.host_code.call_prepared(tensors, lambda launch: emulator.run_launch(launch, regions))
 
+        given = list(map(tvm_abi.dltensor, tensors))
         return call
 
     monkeypatch.setattr(prepared, "gpu_call", gpu_call)
@@ -62,18 +59,15 @@ def test_launches_run_in_order_on_the_addresses_of_each_run(emulated):
 
 
 def test_the_stream_is_the_one_given_and_the_one_before_afterwards(emulated):
-    library = prepared._library()
     launches, _ = reverse_twice()
     launches.run(0)
     launches.run(5)
-    assert emulated == [None, None, 5, 5]
-    library.TVMFFIEnvSetStream(tvm_abi.DEVICE_CUDA, 0, 7, None)
-    try:
+    assert emulated == [0, 0, 5, 5]
+    with tvm_ffi.use_raw_stream(GPU, 7):
         launches.run(5)
         launches.run(7)
-        assert library.TVMFFIEnvGetStream(tvm_abi.DEVICE_CUDA, 0) == 7
-    finally:
-        library.TVMFFIEnvSetStream(tvm_abi.DEVICE_CUDA, 0, None, None)
+        assert tvm_ffi.get_raw_stream(GPU) == 7
+    assert tvm_ffi.get_raw_stream(GPU) == 0
     assert emulated[4:] == [5, 5, 7, 7]
 
 
@@ -90,11 +84,11 @@ def test_what_the_host_code_refuses_is_raised_and_nothing_follows():
         reached = []
         launches._calls.append(lambda: reached.append(True))
         x, y = torch.zeros(304), torch.zeros(304)
-        launches.addresses[launches.place(0)] = x.data_ptr()
-        launches.addresses[launches.place(1)] = y.data_ptr() + shift
+        launches.addresses[0].value = x.data_ptr()
+        launches.addresses[1].value = y.data_ptr() + shift
         with pytest.raises((ValueError, TypeError), match=message):
             launches.run(5)
-        assert prepared._library().TVMFFIEnvGetStream(tvm_abi.DEVICE_CUDA, 0) is None
+        assert tvm_ffi.get_raw_stream(GPU) == 0
         assert not reached and (y == 0).all()
 
 
