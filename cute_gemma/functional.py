@@ -82,7 +82,7 @@ def attention_forward(
         tensors += (mask,)
     recipe, key, addresses = _forward_recipes.find(tensors, numbers, mask)
     if recipe is None:
-        recipe = _forward_recipes.keep(key, _forward_recipe(*tensors[:9], mask, *numbers))
+        recipe = _forward_recipes.keep(key, tensors, _forward_recipe(*tensors[:9], mask, *numbers))
     return recipe.run(tensors, addresses)
 
 
@@ -202,7 +202,7 @@ def attention(
     numbers = softcap, scale, target, backend
     recipe, key, addresses = _attention_recipes.find(tensors, numbers, mask)
     if recipe is None:
-        recipe = _attention_recipes.keep(key, _attention_recipe(q, k, v, mask, *numbers))
+        recipe = _attention_recipes.keep(key, tensors, _attention_recipe(q, k, v, mask, *numbers))
     return recipe.run(tensors, addresses)
 
 

@@ -77,7 +77,7 @@ def qkv_backward(
     )
     recipe, key, addresses = _backward_recipes.find(tensors, (target, backend))
     if recipe is None:
-        recipe = _backward_recipes.keep(key, _backward_recipe(tensors, target, backend))
+        recipe = _backward_recipes.keep(key, tensors, _backward_recipe(tensors, target, backend))
     return recipe.run(tensors, addresses, None if out is None else _check_out(out, recipe, tensors))
 
 
@@ -213,7 +213,7 @@ def rope_backward(
     tensors = grad_query, grad_key, cos, sin
     recipe, key, addresses = _rope_recipes.find(tensors, (target, backend))
     if recipe is None:
-        recipe = _rope_recipes.keep(key, _rope_backward_recipe(*tensors, target, backend))
+        recipe = _rope_recipes.keep(key, tensors, _rope_backward_recipe(*tensors, target, backend))
     return recipe.run(tensors, addresses)
 
 

@@ -80,9 +80,10 @@ def nothing_kept():
     workspace.KEPT.clear()
 
 
-@pytest.fixture
-def recipes(monkeypatch):
-    """Calls return their recipe in place of running it."""
+@pytest.fixture(params=["Guards", "PlainGuards"])
+def recipes(monkeypatch, request):
+    """Calls return their recipe in place of running it. Either way of telling tensors apart."""
+    monkeypatch.setattr(recipe_cache, "Guards", getattr(recipe_cache, request.param))
     monkeypatch.setattr(Recipe, "run", lambda self, tensors, addresses, outputs=None: self)
 
 
@@ -94,7 +95,7 @@ def mask(batch, dtype=F32):
 def test_calls_of_the_same_description_share_a_recipe(recipes, which):
     first = call(which)
     assert call(which, arguments(which, seed=1)) is first
-    assert len(CACHES[which]._recipes) == 1
+    assert CACHES[which].recipes() == [first]
     if which in MASKS:
         for other in (None, mask(B), mask(1), mask(1).expand(B, 1, S, S), mask(B, BF16)):
             found = call(which, **{MASKS[which]: other})
@@ -125,6 +126,62 @@ def test_another_description_has_another_recipe(recipes, which):
         found.append(call(which, scale=0.1))
     assert len(set(map(id, found))) == len(found)
     assert found[1].inputs != found[0].inputs and found[3].target == "sm_90a"
+
+
+@pytest.mark.parametrize("which, name", TENSORS)
+def test_a_tensor_that_differs_has_another_recipe(recipes, which, name):
+    """Each change by itself, on whichever argument; the checks refuse some, and are not asked here."""
+    given = arguments(which)
+    tensors = [t for t in given.values() if isinstance(t, torch.Tensor)]
+    place = [n for n, t in given.items() if isinstance(t, torch.Tensor)].index(name)
+    cache = recipe_cache.RecipeCache()
+
+    def find(tensor, numbers=(50.0, None)):
+        return cache.find([*tensors[:place], tensor, *tensors[place + 1 :]], numbers)
+
+    t = tensors[place]
+    _, key, _ = find(t)
+    kept = cache.keep(key, tensors, object())
+    assert find(t)[0] is kept and find(t.clone())[0] is kept
+    storage = torch.empty(2 * t.numel() + 16, dtype=t.dtype)
+    aligned = storage[-storage.data_ptr() % 16 // t.element_size() :]
+    changed = {
+        "shape": t.unsqueeze(0),
+        "fewer": t[..., : t.shape[-1] // 2].contiguous() if t.shape[-1] > 1 else t.repeat(1, 1, 1, 2),
+        "dtype": t.half(),
+        "device": t.to("meta"),
+        "layout": t.to_sparse(),
+        "strides": aligned[: 2 * t.numel()].view(*t.shape, 2)[..., 0],
+        "alignment": aligned[1:][: t.numel()].view(t.shape),
+        "grad": t.clone().requires_grad_(),
+    }
+    for what, tensor in changed.items():
+        assert find(tensor)[0] is None, what
+        with torch.no_grad():
+            assert find(tensor)[0] is None, what
+    with torch.no_grad():
+        assert find(t)[0] is None
+    for numbers in ((50, None), (50.0, False), (50.0, "cuda"), (50.0,), (49.0, None)):
+        assert find(t, numbers)[0] is None, numbers
+    assert find(t)[0] is kept
+
+
+def test_a_recipe_of_tensors_that_require_grad_is_for_no_grad_alone(recipes):
+    tensors = [torch.ones(4, requires_grad=True)]
+    cache = recipe_cache.RecipeCache()
+    with torch.no_grad():
+        _, key, _ = cache.find(tensors, ())
+        kept = cache.keep(key, tensors, object())
+        assert cache.find(tensors, ())[0] is kept
+    assert cache.find(tensors, ())[0] is None
+
+
+def test_the_recipe_that_another_thread_kept_meanwhile_is_taken(recipes):
+    tensors = [torch.ones(4)]
+    cache = recipe_cache.RecipeCache()
+    _, key, _ = cache.find(tensors, ())
+    first = cache.keep(key, tensors, object())
+    assert cache.keep(key, tensors, object()) is first and cache.recipes() == [first]
 
 
 def test_an_address_that_fits_an_argument_less_well_is_another_description(recipes):
@@ -164,7 +221,7 @@ def test_a_wrong_tensor_is_named_after_calls_that_were_right(recipes, which, nam
     call(which, given)
     with torch.no_grad():
         call(which, {**given, name: given[name].clone().requires_grad_()})
-    kept = dict(CACHES[which]._recipes)
+    kept = CACHES[which].recipes()
     for came, change in WRONG.items():
         if came == "got strides" and given[name].shape[-1] == 1:
             continue  # rstd: an extent of 1 may have any stride
@@ -174,7 +231,7 @@ def test_a_wrong_tensor_is_named_after_calls_that_were_right(recipes, which, nam
     if shifted is not None:
         with pytest.raises(ValueError, match=f"^{name}: got address"):
             call(which, {**given, name: shifted})
-    assert CACHES[which]._recipes == kept, "a call that failed was kept"
+    assert CACHES[which].recipes() == kept, "a call that failed was kept"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +270,7 @@ def test_a_wrong_mask_is_named_after_right_ones(recipes, which, wrong):
 def test_the_oldest_recipe_goes_first(recipes, monkeypatch):
     monkeypatch.setattr(recipe_cache, "MAX_RECIPES", 2)
     first, second, _ = (call("rope_backward", arguments("rope_backward", seq=seq)) for seq in (1, 2, 3))
-    assert len(CACHES["rope_backward"]._recipes) == 2
+    assert len(CACHES["rope_backward"].recipes()) == 2
     assert call("rope_backward", arguments("rope_backward", seq=2)) is second
     assert call("rope_backward", arguments("rope_backward", seq=1)) is not first
 
@@ -230,7 +287,7 @@ def test_threads_find_the_recipe_of_their_own_call(recipes, monkeypatch):
 
     given = {seq: arguments("rope_backward", seq=seq) for seq in range(1, 9)}
     in_threads(*(lambda first=first: work(first) for first in range(4)))
-    assert not wrong and len(CACHES["rope_backward"]._recipes) <= 3
+    assert not wrong and len(CACHES["rope_backward"].recipes()) <= 3
 
 
 def in_threads(*work):
@@ -365,7 +422,7 @@ def test_warm_calls_give_the_bits_of_a_plan(gpu, split_tiles, which, changes):
         poison_kept()
         ((_, zeroed),) = kept()
         assert zeroed.owner is None or (zeroed.owner == 0).all()
-    (recipe,) = CACHES[which]._recipes.values()
+    (recipe,) = CACHES[which].recipes()
     assert len(recipe._idle) == 1
     assert (("sm_90a" in changes.values()) == bool(zeroed.size)), "no case with counters"
 
@@ -395,6 +452,35 @@ def test_a_captured_call_uses_memory_of_its_own(gpu):
     given = arguments("attention_forward", seed=1)
     assert_equal(call("attention_forward", given), planned("attention_forward", given))
     assert (scratch.owner == 7).all() and kept()[0][0] is scratch and len(kept()) == 1
+
+
+def test_the_default_stream_is_not_asked_whether_it_is_captured(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("asked"))
+    gpu.state.stream = 0
+    call("rope_backward")
+    assert list(workspace.KEPT._blocks) == [(None, 0)]
+
+
+def test_blocks_grow_with_what_needs_them_one_by_one():
+    device, key, kept = torch.device("cpu"), (0, 0), workspace.Kept()
+
+    def take(scratch, zeroed):
+        blocks = kept.take(workspace.Layout({}, zeroed, scratch), device, key)
+        kept.put(blocks, key)
+        assert blocks.scratch.size >= scratch and blocks.zeroed.size >= zeroed
+        assert blocks.bases == (blocks.scratch.address, blocks.zeroed.address)
+        assert not zeroed or (blocks.zeroed.owner == 0).all()
+        return blocks
+
+    first = take(1000, 0)
+    assert first.zeroed.owner is None and take(500, 0) is first
+    second = take(500, 100)
+    assert second.scratch is first.scratch and take(1000, 100) is second
+    large = take(workspace.MAX_KEPT_BYTES + 1, 100)
+    assert large.zeroed is second.zeroed
+    last = take(1000, 100)
+    assert last.zeroed is second.zeroed and last.scratch.size == 1000
+    assert kept.take(workspace.Layout({}, 0, 10), device, None).scratch.size == 10, "no key: memory of its own"
 
 
 def test_large_blocks_are_not_kept(gpu, monkeypatch):
