@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,18 +69,18 @@ class Recipe:
         return self.device.type == "cpu"
 
     @cached_property
-    def _new(self) -> list[tuple[int, dict[str, torch.dtype]]]:
-        """For each output the number of the input it is like, and in what it differs."""
-        names = list(self.inputs)
-        return [
-            (names.index(like), {} if self.inputs[like].dtype == dtype else {"dtype": dtype})
-            for like, dtype in self.outputs.values()
-        ]
+    def _new(self) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+        """For each output the number of the input it is like, and what makes it of that."""
+        names, found = list(self.inputs), []
+        for like, dtype in self.outputs.values():
+            same = self.inputs[like].dtype == dtype  # a keyword costs
+            make = torch.empty_like if same else partial(torch.empty_like, dtype=dtype)
+            found.append((names.index(like), make))
+        return found
 
     def new_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Memory for the outputs of a call with these inputs."""
-        empty_like = torch.empty_like
-        return [empty_like(tensors[number], **other) for number, other in self._new]
+        return [make(tensors[number]) for number, make in self._new]
 
     def plan(self, tensors: Sequence[Tensor], outputs: list[Tensor] | None = None) -> Plan:
         """The launches on these inputs and outputs (None: new ones), with a workspace of its own."""
