@@ -153,7 +153,20 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         tile may be added up before its epilogue: that takes the registers."""
         if self.tuning.stream_k or self.tuning.share > 1:
             return None
-        return self.read_tables(io[0], unit.m * self.tuning.unit_rows + row)
+        words = cute.make_rmem_tensor((2, 2, self.head_dim // 8), Int32)
+        words.fill(0)
+        self.keep_tables(io[0], unit, row, words)
+        return tuple([[words[table, half, j] for j in range(self.head_dim // 8)] for half in (0, 1)] for table in (0, 1))
+
+    @cute.jit
+    def keep_tables(self, tma, unit, row, words):
+        """Always done. Without a branch the assembler waits for the products first, and trades then."""
+        if unit.k_end > unit.k_begin:
+            tables = self.read_tables(tma, unit.m * self.tuning.unit_rows + row)
+            for table in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(2):
+                    for j in cutlass.range_constexpr(self.head_dim // 8):
+                        words[table, half, j] = tables[table][half][j]
 
     @cute.jit
     def epilogue(self, strip, unit, io, ready):
