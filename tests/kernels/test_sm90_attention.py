@@ -11,7 +11,6 @@ from cute_gemma import jit
 from cute_gemma.emulator import Options, engine
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
 from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning, MaskedAttention
-from cute_gemma.kernels.sm90.attention_softmax import Quintic, usable_levels
 from cute_gemma.kernels.common.softcap import LOG2_E, Softcap
 from cute_gemma.kernels.common.mask_scan import MaskScan
 
@@ -191,21 +190,7 @@ def test_results_are_bit_identical_across_schedules(softcap):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_the_quintic_is_the_fit_it_was_made_from():
-    softcap = Softcap(SCALE, 50.0)
-    k, b, c = Quintic(softcap).constants
-    for x in (0.0, 0.1, 0.3, 0.65):
-        r = k * x * 50.0 / SCALE
-        exponent = r * ((r * r + b) ** 2 + c)
-        assert exponent == pytest.approx(LOG2_E * 50.0 * math.tanh(x), abs=0.003)
-
-
-def test_small_caps_use_tanh_approx_alone():
-    assert usable_levels(Softcap(SCALE, 5.0)) == (2,)
-    assert usable_levels(Softcap(SCALE, 50.0)) == (0, 1, 2)
-
-
-def test_interior_tile_costs_one_special_function_a_score():
+def test_interior_tile_costs_two_special_functions_a_score():
     counts = []
     for seq in (256, 512):
         _, report = run(Attention(1, 1, 128, SCALE, 50.0, "none"), *suite_qkv(1, seq, 1, 1, 128))
@@ -213,8 +198,8 @@ def test_interior_tile_costs_one_special_function_a_score():
     small, large = counts
     tile = {op: (large.get(op, 0) - 2 * small.get(op, 0)) / 8 for op in large}
     special = sum(n for op, n in tile.items() if op.split(".")[0] in ("ex2", "tanh", "rcp", "rsqrt"))
-    assert special * 32 / 128**2 <= 1.05
-    assert not any(op.startswith(("div", "tanh")) for op, n in tile.items() if n)
+    assert special * 32 / 128**2 <= 2.05
+    assert not any(op.startswith("div") for op, n in tile.items() if n)
 
 
 FAST = {("causal", 128, 50.0, None), ("causal", 256, 50.0, 4096), ("none", 128, None, None)}
@@ -229,7 +214,7 @@ def every_configuration():
             found.append(Attention(16, 8, head_dim, head_dim**-0.5, softcap, mask, window))
         for dtype in ("bf16", "f32"):
             found.append(MaskedAttention(16, 8, head_dim, head_dim**-0.5, softcap, mask_dtype=dtype))
-    # A cap beyond the fixed shift, and one that leaves the polynomials no range.
+    # A cap beyond the fixed shift, and a small one.
     for head_dim, softcap in itertools.product((64, 128, 256), (1000.0, 5.0)):
         found.append(Attention(16, 8, head_dim, head_dim**-0.5, softcap))
         if (head_dim, softcap) != (256, 1000.0):  # see the next test

@@ -25,8 +25,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from cute_gemma.kernels.common.attention import AttentionBase, MaskTensor, reorder
-from cute_gemma.kernels.common.softcap import Softcap
-from cute_gemma.kernels.sm90 import attention_softmax as softmax
 from cute_gemma.kernels.sm90.attention_consumer import consumer_role
 from cute_gemma.kernels.sm90.attention_load import load_role
 
@@ -114,15 +112,6 @@ class Attention(AttentionBase):
         """Whether out is staged in q's shared memory, because both together leave too little for keys and
         values."""
         return self.head_dim > 128
-
-    @property
-    def cap(self) -> Softcap:
-        return Softcap(self.scale, self.softcap)
-
-    @property
-    def first_level(self) -> int:
-        """How softmax computes tanh until it knows better: the cheapest way that the cap admits."""
-        return softmax.usable_levels(self.cap)[0] if self.fixed_shift else 0
 
     # ---- host entry ----------------------------------------------------------------------------------------
 

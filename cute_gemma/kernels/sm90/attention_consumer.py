@@ -29,8 +29,8 @@ STORE_BARRIER = 1  # first of the named barriers, one a consumer; 0 is the CTA's
 class Consumer:
     """What one warpgroup works with.
  group: its number; q (…, k blocks), k and v (…, k blocks, stage): operands in shared memory; scores: buffers
-of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; level: of
-softmax.capped_weights; lazy: of softmax.lazy_weights; word: under a mask tensor, the next key tile's. """
+of S; weights: two buffers of P as A operand; out: O; sums: of the thread's rows; lazy: of
+softmax.lazy_weights; word: under a mask tensor, the next key tile's. """
 
     group: Int32
     q: cute.Tensor
@@ -40,7 +40,6 @@ softmax.capped_weights; lazy: of softmax.lazy_weights; word: under a mask tensor
     weights: tuple
     out: cute.Tensor
     sums: cute.Tensor
-    level: cute.Tensor
     lazy: softmax.Lazy
     word: cute.Tensor
 
@@ -80,12 +79,6 @@ def consumer_role(kernel, bars, smem, out, mask, b, s):
     for index in cutlass.range(kernel.unit_count(b, s), unroll=1):
         tile, head, batch = kernel.unit(index, b, s)
         me.sums.fill(0.0)
-        me.level[0] = Int32(kernel.first_level)
-        hidden = kernel.lead == 1 or kernel.mask != "tensor"
-        if cutlass.const_expr(kernel.first_level == softmax.WIDE and hidden):
-            # Where there is no other, ptxas must not know: without a branch it makes products wait, or uses
-            # a stack.
-            me.level[0] = softmax.unseen(me.level[0])
         me.lazy.shift.fill(softmax.LOWEST)
         first, end = kernel.key_tiles(tile, s)
         unit = _unit(me, mask, tile, batch, end - 1, s)
@@ -126,7 +119,6 @@ def _consumer(kernel, smem):
         tuple(cute.make_rmem_tensor(pv_mma.partition_shape_A((ROWS, ROWS)), BFloat16) for _ in range(2)),
         cute.make_rmem_tensor(o_shape, Float32),
         cute.make_rmem_tensor((softmax.ROWS,), Float32),
-        cute.make_rmem_tensor((1,), Int32),
         softmax.Lazy(
             cute.make_rmem_tensor((softmax.ROWS,), Float32),
             cute.make_rmem_tensor((softmax.ROWS,), Float32),
@@ -326,22 +318,22 @@ def _weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass.Con
     me.lazy.raised[0] = Int32(0)
     if cutlass.const_expr(isinstance(tile.clean, bool)):
         if cutlass.const_expr(tile.clean):
-            _clean_weights(kernel, me, half, first)
+            _clean_weights(kernel, me, unit, half, first)
         else:
             _cut_weights(kernel, me, unit, tile, half, first)
     else:
         if tile.clean:
-            _clean_weights(kernel, me, half, first)
+            _clean_weights(kernel, me, unit, half, first)
         else:
             _cut_weights(kernel, me, unit, tile, half, first)
 
 
-def _clean_weights(kernel, me, half, first):
+def _clean_weights(kernel, me, unit, half, first):
     rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
+    exponent = softmax.exponents(kernel.scale, kernel.softcap)
     if kernel.fixed_shift:
-        softmax.capped_weights(rS, rP, me.sums, me.level, kernel.cap, kernel.lead == 2)
+        softmax.weights(rS, rP, me.sums, unit.s, exponent, None)
     else:
-        exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, None, first)
 
 
@@ -352,20 +344,20 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
     key = tile.j * TILE + (1 - half) * ROWS + 2 * (_thread() & 3)  # of this thread's first element
     row = _row(me, unit.tile)
     view = softmax.View(_last_keys(kernel, unit, tile, row, key), kernel.window)
-    exponent = softmax.any_exponent(kernel.scale, kernel.softcap)
+    exponent = softmax.exponents(kernel.scale, kernel.softcap)
     if cutlass.const_expr(kernel.mask == "tensor"):
         # Entries are read once, and what follows takes no more registers than without a mask.
         if cutlass.const_expr(kernel.fixed_shift):
-            softmax.capped_exponents(rS, unit.s, kernel.cap, kernel.lead == 1)
+            softmax.exponents_in_place(rS, unit.s, exponent)
         else:
             softmax.to_exponents(rS, exponent)
         _add_mask(rS, unit, tile, row, key, view, cute.size(rS) if kernel.lead == 2 else 8)
         if cutlass.const_expr(kernel.fixed_shift):
-            softmax.given_weights(rS, rP, me.sums, unit.s)
+            softmax.weights(rS, rP, me.sums, unit.s, softmax.given, softmax.GIVEN)
         else:
             softmax.lazy_weights(rS, rP, me.sums, me.lazy, softmax.given, softmax.GIVEN, first)
     elif cutlass.const_expr(kernel.fixed_shift):
-        softmax.capped_weights_within(rS, rP, me.sums, unit.s, kernel.cap, view, kernel.lead == 1)
+        softmax.weights(rS, rP, me.sums, unit.s, exponent, view)
     else:
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, exponent, view, first)
 

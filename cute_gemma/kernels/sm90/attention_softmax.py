@@ -5,14 +5,16 @@ attention.
 order is the A operand of the second product, so weights never leave the thread.
 
 Two ways to shift the exponent:
-  * fixed (a cap bounds the logits): p = 2^(log2e * cap * tanh(s * scale / cap)). Nothing is ever rescaled.
+  * fixed (a cap bounds the logits): p = 2^(log2e * cap * tanh(s * scale / cap)), tanh by tanh.approx. Nothing is
+      ever rescaled. A score costs two multiplications, tanh, ex2, an addition and half a conversion. Polynomials in
+      place of tanh, the way of the sm_100a kernel, lose here: 1 ex2 and 4 multiply-adds took 5 to 20 % longer, on an
+      H200, for all lengths from 128 to 8192.
   * lazy (no cap, or one too large for fp32): p = 2^(log2e * scale * s - shift), the shift set well above the
-      first tile's maximum and raised, with O rescaled, only where a weight grows beyond all bounds. Both
-      learn from the sums of weights, which are needed anyway, whether the tile was computed right, and do it
-      anew from the scores, which are still there, if it was not. So a score costs no comparison: capped, 4
-      multiply-adds, 1 ex2, 1 addition and half a conversion; without cap 1, 1, 1 and a half. While the tensor
-      core runs, an SM sub-partition's registers feed little more than one operand a cycle to anything else,
-      so operands count as much as instructions. """
+      first tile's maximum and raised, with O rescaled, only where a weight grows beyond all bounds. It learns from
+      the sums of weights, which are needed anyway, whether the tile was computed right, and does it anew from the
+      scores, which are still there, if it was not. So a score costs no comparison, but 1 multiply-add, ex2, addition
+      and half a conversion. While the tensor core runs, an SM sub-partition's registers feed little more than one
+      operand a cycle to anything else, so operands count as much as instructions. """
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,19 +25,10 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.typing import Boolean, Float32, Int32
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cute_gemma.kernels.common.softcap import LOG2_E, TANH_FITS, Softcap, exp2, tanh
+from cute_gemma.kernels.common.softcap import LOG2_E, Softcap, exp2, tanh
 from cute_gemma.kernels.common.softmax import pack_bf16, unpack_bf16
 
 ROWS = 2  # rows a thread holds
-# How the work of a block is paced (see _sum_and_pack): elements of a group, and groups that may be under way
-# besides.
-GROUP, LAG = 4, 2
-# A weight this far below the sum of its row, as a power of 2, is lost in it, even a million times over.
-NEGLIGIBLE = 30
-# A polynomial is of use where the end of its range is this large a base-2 exponent: then ordinary sums, from
-# 2^-10 to 2^40, tell that scores were in range.
-LEAST_EXPONENT = NEGLIGIBLE + 10
-WIDE = len(TANH_FITS)  # the level that takes any score
 # Binary orders from a row's largest weight, when its shift is set, to 1; weights 2^-86 of the largest vanish,
 # which no bf16 result can tell.
 MARGIN = 40.0
@@ -44,23 +37,6 @@ MARGIN = 40.0
 RAISE_ABOVE = 2.0**40
 # A shift below any: finite, so that differences are never NaN.
 LOWEST = -1e30
-
-
-@dataclass(frozen=True)
-class Quintic:
-    """log2e * cap * tanh(s * scale / cap) ~ r * ((r^2 + b)^2 + c) with r = k s, from the fit of degree 5.
- Completing the square leaves no factor of r^4, so that every step takes at most one register besides its own.
-"""
-
-    softcap: Softcap
-
-    @property
-    def constants(self) -> tuple[float, float, float]:
-        """k, b, c."""
-        a0, a1, a2 = self.softcap.coefficients(TANH_FITS[0])
-        k = a2**0.2
-        b = a1 / (2.0 * k**3)
-        return k, b, a0 / k - b * b
 
 
 @dataclass(frozen=True)
@@ -106,40 +82,18 @@ def settle(x: Float32, *, loc=None, ip=None) -> Float32:
     )  # fmt: skip
 
 
-def usable_levels(softcap: Softcap) -> tuple[int, ...]:
-    """The ways to compute tanh that this cap admits, cheapest first: polynomials by number, then WIDE."""
-    usable = [i for i, fit in enumerate(TANH_FITS) if softcap.exponent_limit(fit) >= LEAST_EXPONENT]
-    return (*usable, WIDE)
-
-
 # ---- exponents: a score's base-2 exponent as a product of two factors --------------------------------------
 
 
-def _quintic(softcap, s, k=None):
-    constant, b, c = (Float32(x) for x in Quintic(softcap).constants)
-    r = s * (constant if k is None else k)
-    v = cute.math.fma(r, r, b)
-    return r, cute.math.fma(v, v, c)
-
-
-def _polynomial(softcap, fit, s, k=None):
-    *rest, slope = (Float32(x) for x in softcap.coefficients(fit))
-    square = s * s
-    for a in reversed(rest):
-        slope = cute.math.fma(slope, square, a)
-    return s, slope
-
-
-def _wide(softcap, s, k=None):
-    """Any score."""
+def _capped(softcap, s):
     return tanh(s * (softcap.scale / softcap.cap)), Float32(LOG2_E * softcap.cap)
 
 
-def _uncapped(scale, s, k=None):
+def _uncapped(scale, s):
     return s, Float32(LOG2_E * scale)
 
 
-def given(s, k=None):
+def given(s):
     """An exponent that has taken its score's place."""
     return s, Float32(1.0)
 
@@ -151,21 +105,13 @@ def to_exponents(rS, exponent):
         rS[e] = a * b
 
 
-def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None, pace=None):
+def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None):
     """Weights 2^(exponent of the score + shift of its row): rP, and tile[row] = their sums. Where a view
-    hides keys a row may have few: it sums the rounded weights, so that a lone key weighs exactly 1.
- pace: a constant that the exponent begins with. It is made to depend on the sums as of LAG groups of elements
-ago. Left alone, ptxas puts all polynomials first and leaves a tail of ex2; so it cannot run ahead, and all
-units have work throughout. An infinite or undefined sum spoils the constant, and shows in the sums for that.
-"""
-    part, history, constants = [None] * ROWS, [], [None] * ROWS
+    hides keys a row may have few: it sums the rounded weights, so that a lone key weighs exactly 1."""
+    part = [None] * ROWS
     for c in range(0, cute.size(rS), 2):
         row = (c // 2) % ROWS
-        if pace is not None and c % GROUP == 0:
-            history.append(list(part))
-            if len(history) > LAG and history[-1 - LAG][0] is not None:
-                constants = [cute.math.fma(x, Float32(0.0), Float32(pace)) for x in history[-1 - LAG]]
-        p = [_weight(rS, e, exponent, constants[row], shift, view) for e in (c, c + 1)]
+        p = [_weight(rS, e, exponent, shift, view) for e in (c, c + 1)]
         rP[c // 2] = pack_bf16(*p)
         if view is not None:
             p = unpack_bf16(rP[c // 2])
@@ -175,8 +121,8 @@ units have work throughout. An infinite or undefined sum spoils the constant, an
         tile[row] = part[row]
 
 
-def _weight(rS, e, exponent, constant, shift, view):
-    a, b = exponent(rS[e], constant)
+def _weight(rS, e, exponent, shift, view):
+    a, b = exponent(rS[e])
     weight = exp2(a * b if shift is None else cute.math.fma(a, b, shift[(e // 2) % ROWS]))
     if view is None or view == GIVEN:
         return weight
@@ -200,34 +146,24 @@ def _afresh(view):
     return View(tuple(unseen(x) for x in view.last), view.window)
 
 
-def any_exponent(scale: float, cap: float | None):
-    """The exponent function that takes any score."""
-    return partial(_uncapped, scale) if cap is None else partial(_wide, Softcap(scale, cap))
+def exponents(scale: float, cap: float | None):
+    """The exponent function of a score."""
+    return partial(_uncapped, scale) if cap is None else partial(_capped, Softcap(scale, cap))
 
 
 # ---- fixed shift -------------------------------------------------------------------------------------------
 
 
 @cute.jit
-def capped_weights(rS, rP, sums, level, softcap: cutlass.Constexpr, paced: cutlass.Constexpr):
-    """Weights of a block without hidden keys: rP, an Int32 view of the A operand, and sums[row] += theirs.
- level[0] is the cheapest way that the warp's scores have not yet outgrown in this work unit. paced: see
-_sum_and_pack. """
+def weights(rS, rP, sums, s, exponent: cutlass.Constexpr, view):
+    """Weights of a block, under a view or None: rP, an Int32 view of the A operand, and sums[row] += theirs. s: the
+    sequence length."""
     tile = cute.make_rmem_tensor((ROWS,), Float32)
-    for i in cutlass.range_constexpr(WIDE):
-        if cutlass.const_expr(i in usable_levels(softcap)):
-            if level[0] == i:
-                _sum_and_pack(rS, rP, tile, _at_level(softcap, i), pace=_pace(softcap, i, paced))
-                if not _in_range(tile, softcap.exponent_limit(TANH_FITS[i])):
-                    level[0] = Int32(i + 1)
-                elif cutlass.const_expr(not paced):  # at once: registers are short
-                    _add(sums, tile)
-    if level[0] == WIDE:
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE))
-        if cutlass.const_expr(not paced):
-            _add(sums, tile)
-    if cutlass.const_expr(paced):
-        _add(sums, tile)
+    tile.fill(0.0)
+    # Always so. Without a branch ptxas makes products wait (see lazy_weights).
+    if s > 0:
+        _sum_and_pack(rS, rP, tile, exponent, None, view)
+    _add(sums, tile)
 
 
 def _add(sums, tile):
@@ -235,74 +171,12 @@ def _add(sums, tile):
         sums[row] = settle(sums[row] + tile[row])
 
 
-def _pace(softcap, i, paced):
-    return Quintic(softcap).constants[0] if paced and i == 0 else None
-
-
-def _at_level(softcap, i):
-    if i == WIDE:
-        return partial(_wide, softcap)
-    return partial(_polynomial, softcap, TANH_FITS[i]) if i else partial(_quintic, softcap)
-
-
-def _in_range(tile, limit):
-    """Whether every weight of the warp is right, or lost in its row: the polynomials increase, so that a
-    weight below 2^limit means a score within the range or below it; and weights of scores below it are less
-    than 2^-limit."""
-    fine = Boolean(True)
-    for row in range(ROWS):
-        fine = fine & Boolean(tile[row] <= 2.0**limit) & Boolean(tile[row] >= 2.0 ** (NEGLIGIBLE - limit))
-    return cute.arch.vote_all_sync(fine)
-
-
 @cute.jit
-def capped_weights_within(rS, rP, sums, s, softcap: cutlass.Constexpr, view, any_way: cutlass.Constexpr):
-    """The same for a block with a view: by the widest polynomial where all scores of the warp allow, else by
-    tanh.approx. any_way: by tanh.approx always, which takes fewer registers. s: the sequence length."""
-    tile = cute.make_rmem_tensor((ROWS,), Float32)
-    if cutlass.const_expr(any_way):
-        # Always so. Without a branch ptxas makes products wait (see lazy_weights).
-        if s > 0:
-            _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, view)
-    elif _all_within(rS, softcap):
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE - 1), None, view)
-    else:
-        _sum_and_pack(rS, rP, tile, _at_level(softcap, WIDE), None, _afresh(view))
-    _add(sums, tile)
-
-
-@cute.jit
-def capped_exponents(rS, s, softcap: cutlass.Constexpr, any_way: cutlass.Constexpr):
-    """Puts exponents in the place of scores, by the same ways."""
-    if cutlass.const_expr(any_way):
-        # Always so. Without a branch ptxas takes more registers than there are.
-        if s > 0:
-            to_exponents(rS, _at_level(softcap, WIDE))
-    elif _all_within(rS, softcap):
-        to_exponents(rS, _at_level(softcap, WIDE - 1))
-    else:
-        to_exponents(rS, _at_level(softcap, WIDE))
-
-
-@cute.jit
-def given_weights(rS, rP, sums, s):
-    """Weights of a block whose scores have become exponents, those of hidden keys -inf."""
-    tile = cute.make_rmem_tensor((ROWS,), Float32)
-    tile.fill(0.0)
-    # Always so. Without a branch ptxas makes products wait (see lazy_weights).
+def exponents_in_place(rS, s, exponent: cutlass.Constexpr):
+    """Puts exponents in the place of scores."""
+    # Always so. Without a branch ptxas takes more registers than there are.
     if s > 0:
-        _sum_and_pack(rS, rP, tile, given, None, GIVEN)
-    _add(sums, tile)
-
-
-def _all_within(rS, softcap):
-    """Whether the widest polynomial takes all scores of the warp."""
-    if WIDE - 1 not in usable_levels(softcap):
-        return Boolean(False)
-    largest = Float32(0.0)
-    for c in range(cute.size(rS)):
-        largest = cute.arch.fmax(largest, cute.math.abs(rS[c]))
-    return cute.arch.vote_all_sync(largest <= softcap.score_limit(TANH_FITS[-1]))
+        to_exponents(rS, exponent)
 
 
 # ---- lazy shift --------------------------------------------------------------------------------------------
