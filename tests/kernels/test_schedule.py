@@ -9,6 +9,7 @@ pytest.importorskip("cutlass")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_gemma.kernels.common.filled_schedule import plan_shared_filled
 from cute_gemma.kernels.common.schedule import MIN_SHARE_BLOCKS, Section, plan
 
 sections = st.lists(
@@ -84,3 +85,75 @@ def test_few_tiles_are_cut_into_equal_pieces():
     schedule = plan((Section(1, 40, 48),), 148, 8, True)
     assert schedule.workers == 120
     assert {(unit.k_begin, unit.k_end) for _, unit in units_of(schedule)} == {(0, 16), (16, 32), (32, 48)}
+
+
+long_sections = st.builds(Section, st.integers(1, 20), st.integers(1, 8), st.integers(1, 70))
+short_sections = st.builds(Section, st.integers(1, 40), st.integers(1, 8), st.integers(2, 30))
+
+
+@settings(max_examples=300, deadline=None)
+@given(long_sections, short_sections, st.integers(1, 70), st.integers(1, 9))
+def test_filled_schedule_with_shared_tiles_computes_every_block_once(long, short, clusters, group_m):
+    schedule = plan_shared_filled(long, short, clusters, 2, group_m)
+    assert schedule.workers % 2 == 0 and schedule.workers <= 2 * clusters
+    pieces = defaultdict(list)
+    for worker in range(schedule.workers):
+        units = [schedule.unit(worker, index) for index in range(schedule.unit_count(worker))]
+        kinds = [unit.section for unit in units]
+        assert kinds == sorted(kinds) and kinds.count(0) == schedule.first_section_count(worker)
+        assert all(unit.pieces == 1 for unit in units[:-1]), "a shared tile is its CTAs' last"
+        for unit in units:
+            pieces[unit.section, unit.m, unit.n].append((int(unit.k_begin), int(unit.k_end), worker, unit))
+    assert set(pieces) == {
+        (s, m, n) for s, grid in enumerate((long, short)) for m in range(grid.m_tiles) for n in range(grid.n_tiles)
+    }
+    shared = 0
+    for (section, _, _), parts in pieces.items():
+        parts.sort(key=lambda part: part[0])
+        blocks = (long, short)[section].k_blocks
+        assert [part[0] for part in parts] == [0] + [part[1] for part in parts[:-1]] and parts[-1][1] == blocks
+        assert {unit.pieces for *_, unit in parts} == {len(parts)}
+        if len(parts) > 1:
+            first = parts[0][2]
+            assert section == 1 and first % 2 == 0 and [part[2] for part in parts] == [first, first + 1]
+            assert {unit.first_worker for *_, unit in parts} == {first}
+            shared += 1
+    assert shared == schedule.split_tiles <= schedule.workers // 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(long_sections, short_sections, st.integers(1, 70))
+def test_shared_tiles_go_to_the_clusters_with_the_least_to_do(long, short, clusters):
+    schedule = plan_shared_filled(long, short, clusters, 2, 8)
+    whole, takers = [0] * schedule.workers, set()
+    for worker, unit in units_of(schedule):
+        if unit.pieces > 1:
+            takers.add(worker // 2)
+        else:
+            whole[worker] += int(unit.k_end)
+    ends = [max(pair) for pair in zip(whole[::2], whole[1::2])]
+    others = [end for cluster, end in enumerate(ends) if cluster not in takers]
+    assert not takers or not others or max(ends[cluster] for cluster in takers) <= min(others)
+    if takers:  # all rounds but the shared one are full
+        assert max(whole) - min(whole) <= max(long.k_blocks, short.k_blocks)
+
+
+@pytest.mark.parametrize(
+    "long, short, clusters, shared, busiest",
+    [
+        ((60, 64), (160, 24), 66, 16, 64),  # the clusters without a long tile have two short ones and a half
+        ((60, 32), (80, 24), 66, 8, 36),
+        ((60, 128), (320, 24), 66, 0, 128),  # the short tiles fill up the time of a long one, not even all
+        ((60, 16), (40, 24), 66, 40, 28),  # four clusters with long tiles share too
+        ((60, 8), (20, 24), 66, 20, 12),  # fewer workers than there are
+        ((8, 10), (3, 6), 2, 0, 26),  # nobody fills up, and three tiles are too many for two clusters
+        ((8, 10), (6, 6), 2, 2, 29),
+        ((5, 10), (5, 6), 2, 2, 23),  # a cluster of which one CTA has a long tile more
+    ],
+)
+def test_busiest_worker(long, short, clusters, shared, busiest):
+    schedule = plan_shared_filled(Section(long[0], 1, long[1]), Section(short[0], 1, short[1]), clusters, 2, 8)
+    ends = defaultdict(int)
+    for worker, unit in units_of(schedule):
+        ends[worker] += int(unit.k_end) - int(unit.k_begin)
+    assert (schedule.split_tiles, max(ends.values())) == (shared, busiest)

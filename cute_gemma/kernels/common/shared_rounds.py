@@ -24,13 +24,13 @@ class SharedRounds(TileSchedule):
 
     def unit_count(self, worker):
         """How many units a worker computes."""
-        return self._whole_count(worker) + select(worker // self.ctas < self.split_tiles, 1, 0)
+        return self._whole_count(worker) + select(self._turn(worker) < self.split_tiles, 1, 0)
 
     def unit(self, worker, index):
         """Unit number `index` of a worker; `pieces` of a shared tile is C."""
         shared = index >= self._whole_count(worker)
         first = self.tiles - self.split_tiles
-        tile = select(shared, first + worker // self.ctas, index * self.workers + worker)
+        tile = select(shared, first + self._turn(worker), self._whole_tile(worker, index))
         section, in_section, k_blocks = self._locate(tile)
         m, n = self._place(section, in_section)
         rank = worker % self.ctas
@@ -40,6 +40,13 @@ class SharedRounds(TileSchedule):
 
     def _whole_count(self, worker):
         return maximum((self.tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
+
+    def _whole_tile(self, worker, index):
+        return index * self.workers + worker
+
+    def _turn(self, worker):
+        """Which shared tile a worker's cluster takes, if there are as many."""
+        return worker // self.ctas
 
 
 def plan_shared(sections: tuple[Section, ...], clusters: int, ctas: int, group_m: int) -> SharedRounds:
