@@ -14,9 +14,10 @@ import test_qkv_proj
 
 from cute_gemma import jit, reference
 from cute_gemma.config import AttentionConfig
-from cute_gemma.emulator import Options
+from cute_gemma.emulator import Options, engine
 from cute_gemma.functional import attention_forward
 from cute_gemma.functional_backward import plan_qkv_backward
+from cute_gemma.kernels.common.qkv_grads import gradient_sections
 from cute_gemma.kernels.common.schedule import Section
 from cute_gemma.kernels.common.shared_rounds import plan_shared
 from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
@@ -211,14 +212,15 @@ def test_projections_save_what_the_backward_needs(head_dim, tile_n, stream_k):
 class Gradients(test_qkv_grads.Problem):
     """The problem of the other architecture's tests, run here."""
 
-    def run(self, schedule="lazy"):
+    def run(self, schedule="lazy", hazards=True):
         inputs = (*self.grads, self.hidden, *self.weights, self.partials)
         outputs = [self.grad_hidden, *self.grad_weights, *self.grad_norms]
         tuning = self.kernel.tuning
         if tuning.stream_k:
             outputs.append(torch.full((tuning.partial_floats,), math.nan))
             outputs.append(torch.zeros(tuning.counters, dtype=torch.int32))
-        jit.launch(self.kernel, *inputs, *outputs, target=TARGET, emulation=Options(schedule=schedule))
+        options = Options(schedule=schedule, hazards=hazards)
+        jit.launch(self.kernel, *inputs, *outputs, target=TARGET, emulation=options)
 
 
 @pytest.mark.parametrize("tile_m, tile_n", [(128, 64), (128, 128), (128, 256), (256, 128)])
@@ -250,6 +252,42 @@ def test_gradients_of_split_tiles_are_bit_identical_across_schedules(tuning):
     for schedule in SCHEDULES:
         problem = Gradients(QkvGradients(136, 2, 1, 128, tuning), 2, 70)
         problem.run(schedule)
+        results.append([t.view(torch.uint8) for t in problem.results()])
+    problem.check()
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+
+
+# (hidden, tuning, batch, seq, tiles that are shared). 640 columns make 5 blocks of wgrad's rows.
+SHARED = [
+    (104, GemmTuning(128, 128, share=2, sm_count=4), 1, 131, 2),  # a worker of a cluster has a wgrad tile more
+    (104, GemmTuning(128, 128, share=2, sm_count=4), 3, 143, 2),  # after a round of whole tiles
+    (136, GemmTuning(128, 64, share=2, sm_count=8), 1, 1, 3),
+    (136, GemmTuning(128, 64, share=2, sm_count=8), 2, 300, 1),  # after a whole one in place of a wgrad tile
+    (200, GemmTuning(128, 128, share=2, sm_count=20), 2, 70, 4),  # workers without any other tile
+    (200, GemmTuning(256, 128, share=2, sm_count=4), 3, 143, 2),
+    (104, GemmTuning(128, 128, share=2, sm_count=4), 3, 43, 0),  # too many
+]
+
+
+@pytest.mark.parametrize("hidden, tuning, batch, seq, shared", SHARED, ids=repr)
+def test_gradients_of_shared_tiles(hidden, tuning, batch, seq, shared):
+    sections = gradient_sections(batch, seq, hidden, 640, tuning)
+    assert qkv_grads.plan_gradients(sections, tuning).split_tiles == shared
+    problem = Gradients(QkvGradients(hidden, 3, 1, 128, tuning), batch, seq)
+    problem.run()
+    problem.check()
+
+
+@pytest.mark.parametrize("hidden, tuning, batch, seq, shared", [SHARED[1], SHARED[3]], ids=repr)
+def test_gradients_of_shared_tiles_are_bit_identical_across_schedules(
+    hidden, tuning, batch, seq, shared, monkeypatch
+):
+    # Some registers stay unwritten on paths that never run.
+    monkeypatch.setattr(engine, "_check_registers", lambda *_: None)
+    results = []
+    for schedule in SCHEDULES:
+        problem = Gradients(QkvGradients(hidden, 3, 1, 128, tuning), batch, seq)
+        problem.run(schedule, hazards="strict")
         results.append([t.view(torch.uint8) for t in problem.results()])
     problem.check()
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))

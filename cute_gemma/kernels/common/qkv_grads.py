@@ -8,7 +8,7 @@ with:
     wgrad   grad_Wt[h*D + d, c]  = sum over (b, s)    of dt[b, h, s, d] * hidden[b, s, c]
 
 Both are tiles of one persistent grid, wgrad first: its sums are the longer ones where there is more than one
-round. Every operand is read by TMA as it lies in memory. A block of A is 128 rows: 128 positions of one batch
+round (kernels/common/filled_schedule.py). Every operand is read by TMA as it lies in memory. A block of A is 128 rows: 128 positions of one batch
 entry in dgrad, 128 of the D elements of one head (M is the contiguous mode) in wgrad. Blocks never cross a
 batch entry or a head, so that TMA fills what lies past S with zeros and clips it on the way out, and dv needs
 no copy. B is hidden or W, N contiguous. K walks over the heads of q, k and v in dgrad, over the batch's
@@ -30,7 +30,7 @@ from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_filled
 from cute_gemma.kernels.common.gemm import BLOCK_K, EARLY, LATE, WARP, Workspace
 from cute_gemma.kernels.common.norm_backward import chunk_rows
-from cute_gemma.kernels.common.schedule import Section, plan
+from cute_gemma.kernels.common.schedule import Section, TileSchedule, plan
 
 WGRAD, DGRAD = 0, 1  # kinds of tile, and the numbers of their sections
 BLOCK_M = 128  # rows of a block of A
@@ -56,13 +56,24 @@ class GradientTma:
 @dataclass(frozen=True)
 class GradientLoads:
     """What the TMA warp fetches, one TmaPartition each: grads[kind][side], weights[side] and hidden. hidden
-    and the weights are inputs of the whole backward, so they are early operands."""
+    and the weights are inputs of the whole backward, so they are early operands. rank: of the CTA among those
+    that compute a unit."""
 
     grads: tuple
     weights: tuple
     hidden: Any
     rank: Any
     seq: Any
+
+
+def gradient_sections(batch, seq, hidden: int, columns: int, tuning) -> tuple[Section, Section]:
+    """(wgrad, dgrad). columns: of the three projections' outputs side by side."""
+    n_tiles = cute.ceil_div(hidden, tuning.tile_n)
+    blocks = batch * cute.ceil_div(seq, BLOCK_M)
+    return (
+        Section(cute.ceil_div(columns, tuning.unit_rows), n_tiles, batch * cute.ceil_div(seq, BLOCK_K)),
+        Section(cute.ceil_div(blocks, tuning.unit_rows // BLOCK_M), n_tiles, columns // BLOCK_K),
+    )
 
 
 class QkvGradientsBase:
@@ -93,6 +104,13 @@ class QkvGradientsBase:
     def blocks_per_cta(self) -> int:
         """Those that one CTA fetches."""
         return self.unit_blocks // self.tuning.cluster
+
+    def schedule(self, sections: tuple) -> TileSchedule:
+        """Who computes what of wgrad and dgrad."""
+        tuning = self.tuning
+        if tuning.stream_k:
+            return plan(sections, tuning.workers, tuning.group_m, True)
+        return plan_filled(*sections, tuning.workers, tuning.group_m)
 
     @property
     def side_heads(self) -> tuple[int, int, int]:
@@ -149,16 +167,8 @@ class QkvGradientsBase:
             batch=batch,
             seq=seq,
         )
-        n_tiles = cute.ceil_div(self.hidden, self.tuning.tile_n)
         columns = sum(self.side_heads) * self.head_dim
-        wgrad = Section(
-            cute.ceil_div(columns, self.tuning.unit_rows), n_tiles, batch * cute.ceil_div(seq, BLOCK_K))
-        dgrad = Section(
-            cute.ceil_div(batch * cute.ceil_div(seq, BLOCK_M), self.unit_blocks), n_tiles, columns // BLOCK_K)
-        if cutlass.const_expr(self.tuning.stream_k):
-            schedule = plan((wgrad, dgrad), self.tuning.workers, self.tuning.group_m, True)
-        else:
-            schedule = plan_filled(wgrad, dgrad, self.tuning.workers, self.tuning.group_m)
+        schedule = self.schedule(gradient_sections(batch, seq, self.hidden, columns, self.tuning))
         workspace = Workspace(*arguments[14:16]) if cutlass.const_expr(self.tuning.stream_k) else None
         self.launch(tma, schedule, workspace, arguments[-1])
 

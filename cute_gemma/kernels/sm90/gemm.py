@@ -440,7 +440,8 @@ class PersistentGemm(GemmBase):
                             schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words
                         )
                         complete = self.add_pieces(accumulator, pieces)
-                if cutlass.const_expr(self.tuning.share > 1):
+                # Shared tiles are the last ones, and so of the last kind.
+                if cutlass.const_expr(self.tuning.share > 1 and kind + 1 == len(mmas)):
                     if unit.pieces > 1:
                         complete = workspace.add(accumulator)
                 if complete:

@@ -12,12 +12,14 @@ from math import ceil
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16
+from cutlass import BFloat16, Int32
 from cutlass.cute.nvgpu import cpasync
 
+from cute_gemma.kernels.common.filled_schedule import FilledSchedule, plan_filled, plan_shared_filled
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, WGRAD, QkvGradientsBase
+from cute_gemma.kernels.common.schedule import TileSchedule
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm, major_layout
 from cute_gemma.kernels.sm90.tuning import SM_COUNT, GemmTuning
@@ -48,6 +50,15 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
         """A whole strip where stages leave room."""
         return min(4, self.tuning.tile_n // BOX_COLUMNS) if self.tuning.stage_bytes <= 32768 else 2
 
+    @property
+    def blocks_per_cta(self) -> int:
+        return self.tuning.tile_m // BLOCK_M
+
+    def schedule(self, sections: tuple) -> TileSchedule:
+        if self.tuning.stream_k:
+            return super().schedule(sections)
+        return plan_gradients(sections, self.tuning)
+
     def block_layout(self, kind: int, blocks: int):
         """Shared layout of blocks of A; a stage holds `blocks_per_cta` of them, one after the other."""
         return sm90.make_smem_layout_a(
@@ -72,6 +83,8 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
         return self._partition(tma, blocks, (BLOCK_M, BLOCK_K))
 
     def loads(self, tma, operands, rank):
+        if self.tuning.share > 1:
+            rank = Int32(0)  # the CTAs of the cluster compute the same rows
         return self.gradient_loads(
             tma,
             lambda tensor, kind: self.partition_block(tensor, kind, operands[kind][0]),
@@ -106,6 +119,13 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
             blocks = cute.ceil_div(tma.seq, BLOCK_M)
             row = block % blocks * (BLOCK_M // BOX_ROWS) + box
             boxes.store(tma.grad_hidden, [(row, column, block // blocks) for column in columns])
+
+
+def plan_gradients(sections: tuple, tuning: GemmTuning) -> FilledSchedule:
+    """The schedule of (wgrad, dgrad) without stream-K."""
+    if tuning.share == 1:
+        return plan_filled(*sections, tuning.workers, tuning.group_m)
+    return plan_shared_filled(*sections, tuning.clusters, tuning.share, tuning.group_m)
 
 
 def default_tuning(
