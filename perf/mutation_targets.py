@@ -369,12 +369,16 @@ def _gemm_targets(arch: str) -> list[Target]:
         return lambda: [*(Inputs({"batch": batch, "seq": seq}) for batch, seq in sizes), several]
 
     # What one architecture alone has: two pairs that share B; tiles that the CTAs of a cluster add up.
+    last = []
     if arch == "sm_100a":
         other = Target("output projection, wide clusters",
                        kernel(*out, tuning={**pair, "cluster_m": 2, "sm_count": 12}), rows(1900, 100), arch)
     else:
         other = Target("qkv projection, shared tiles", kernel(*qkv, tuning={"share": 2, "sm_count": 4}),
                        rows(700, 250, 100), arch)
+        share_18, share_4 = {"share": 2, "sm_count": 18}, {"share": 2, "sm_count": 4}
+        last.append(Target("gradients, shared tiles", kernel(*grads, tuning=share_18, norm=True),
+                           gradients(share_4), arch, given=("hidden_states",)))
     return [
         other,
         Target("qkv projection", kernel(*qkv, tuning={"sm_count": 3}), rows(600, 100), arch),
@@ -386,6 +390,7 @@ def _gemm_targets(arch: str) -> list[Target]:
                arch, given=("hidden_states",)),
         Target("gradients, clusters", kernel(*grads, tuning=pair_18, norm=True), gradients(pair_6), arch,
                given=("hidden_states",)),
+        *last,
     ]  # fmt: skip
 
 
