@@ -24,7 +24,7 @@ from cute_gemma.kernels.sm90 import out_proj, qkv_grads, qkv_proj
 from cute_gemma.kernels.sm90.out_proj import OutputProjection
 from cute_gemma.kernels.sm90.qkv_grads import QkvGradients
 from cute_gemma.kernels.sm90.qkv_proj import QKVProjection
-from cute_gemma.kernels.sm90.tuning import GemmTuning, gemm_cycles
+from cute_gemma.kernels.sm90.tuning import EPILOGUE_CYCLES, SHARE_CYCLES, GemmTuning, block_cycles, gemm_cycles
 from cute_gemma.workloads import case_for, check_output, suite_cases, workload
 
 TARGET = "sm_90a"
@@ -353,6 +353,30 @@ def test_default_tuning_lets_clusters_share_the_tiles_of_few_rows():
 def test_default_tuning_of_gradients_fits_shared_memory(case):
     tuning = qkv_grads.default_tuning(case.batch_size, case.seq_len, 640, 6, 256)
     assert QkvGradients(640, 4, 1, 256, tuning).stage_count >= 4
+
+
+@pytest.mark.parametrize("rows", [1, 131, 256, 512, 1024, 2048, 3000, 4096, 8656])
+@pytest.mark.parametrize("way", [{"tile_n": 64}, {"cluster_m": 2}, {"share": 2}, {"share": 2, "sm_count": 7}], ids=repr)
+def test_busiest_worker_of_gradients_is_counted_exactly(rows, way):
+    tuning = GemmTuning(**way)
+    sections = gradient_sections(1, rows, 640, 1536, tuning)
+    schedule, ends = qkv_grads.plan_gradients(sections, tuning), []
+    block = block_cycles(tuning) * (qkv_grads.MULTICAST if tuning.cluster_m > 1 else 1)
+    for worker in range(schedule.workers):
+        units = [schedule.unit(worker, index) for index in range(schedule.unit_count(worker))]
+        blocks = sum(int(unit.k_end) - int(unit.k_begin) for unit in units)
+        shared = sum(tuning.share > 1 and unit.pieces > 1 for unit in units)
+        ends.append(blocks * block + len(units) * EPILOGUE_CYCLES * tuning.tile_n + shared * SHARE_CYCLES)
+    assert qkv_grads.busiest_cycles(tuning, sections) == pytest.approx(max(ends))
+
+
+@pytest.mark.parametrize("batch, seq, share", [(8, 256, 2), (1, 4096, 2), (32, 128, 2), (1, 8192, 1), (1, 1024, 1)])
+def test_default_tuning_of_gradients_shares_tiles_where_few_are_left_over(batch, seq, share):
+    assert qkv_grads.default_tuning(batch, seq, 640, 6, 256).share == share
+
+
+def test_default_tuning_of_gradients_for_one_multiprocessor():
+    assert qkv_grads.default_tuning(1, 300, 640, 6, 256, 1).cluster == 1
 
 
 @pytest.mark.parametrize(

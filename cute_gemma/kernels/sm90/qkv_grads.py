@@ -7,6 +7,7 @@ descriptor and imm-trans-a, -b), so wgrad transposes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import ceil
 
 import cutlass
@@ -18,12 +19,13 @@ from cutlass.cute.nvgpu import cpasync
 from cute_gemma.kernels.common.filled_schedule import FilledSchedule, plan_filled, plan_shared_filled
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
-from cute_gemma.kernels.common.qkv_grads import BLOCK_M, WGRAD, QkvGradientsBase
+from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase, gradient_sections
 from cute_gemma.kernels.common.schedule import TileSchedule
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm, major_layout
-from cute_gemma.kernels.sm90.tuning import SM_COUNT, GemmTuning
+from cute_gemma.kernels.sm90.tuning import EPILOGUE_CYCLES, SHARE_CYCLES, SM_COUNT, GemmTuning, block_cycles
 
+MULTICAST = 0.97  # of a k block's cycles are left with it, measured on an H200
 NORM_TUNING = NormBackwardTuning(warps=8, unroll=4, ctas=2 * SM_COUNT)
 
 
@@ -128,12 +130,35 @@ def plan_gradients(sections: tuple, tuning: GemmTuning) -> FilledSchedule:
     return plan_shared_filled(*sections, tuning.clusters, tuning.share, tuning.group_m)
 
 
+def busiest_cycles(tuning: GemmTuning, sections: tuple) -> float:
+    """Cycles of the worker that has the most to do, on the host and without stream-K."""
+    schedule, block = plan_gradients(sections, tuning), block_cycles(tuning)
+    if tuning.cluster_m > 1:
+        block *= MULTICAST
+    wgrad, dgrad = (section.k_blocks * block + EPILOGUE_CYCLES * tuning.tile_n for section in sections)
+    depth = sections[DGRAD].k_blocks
+    saved = (depth - ceil(depth / tuning.share)) * block - SHARE_CYCLES  # by sharing a tile
+
+    def cycles(worker: int) -> float:
+        count, long = schedule.unit_count(worker), schedule.first_section_count(worker)
+        shared = tuning.share > 1 and count > 0 and schedule.unit(worker, count - 1).pieces > 1
+        return long * wgrad + (count - long) * dgrad - (saved if shared else 0)
+
+    return max(cycles(worker) for worker in range(schedule.workers))
+
+
+@lru_cache(maxsize=1024)
 def default_tuning(
     batch: int, seq: int, hidden: int, heads: int, head_dim: int, sm_count: int = SM_COUNT
 ) -> GemmTuning:
-    """heads: H + 2 KV. Measured on an H200: wider and taller tiles and split ones lose; clusters gain 2 to 5
-    %; narrow tiles pay while about half of the multiprocessors would have none of the others."""
+    """heads: H + 2 KV. Measured on an H200: wider and taller tiles and stream-K lose; clusters that share B
+    gain 2 to 5 %; narrow tiles pay while about half of the multiprocessors would have none of the others.
+    Clusters share the tiles of the last round instead where that ends first by the count of cycles."""
     tuning = GemmTuning(sm_count=sm_count)
     blocks = ceil(heads * head_dim / BLOCK_M) + batch * ceil(seq / BLOCK_M)
     few = 9 * blocks * ceil(hidden / tuning.tile_n) <= 5 * sm_count
-    return replace(tuning, tile_n=64) if few else replace(tuning, cluster_m=min(2, sm_count))
+    candidates = [replace(tuning, tile_n=64) if few else replace(tuning, cluster_m=min(2, sm_count))]
+    if sm_count > 1:
+        candidates.append(replace(tuning, tile_n=candidates[0].tile_n, share=2))
+    sizes = batch, seq, hidden, heads * head_dim
+    return min(candidates, key=lambda tuning: busiest_cycles(tuning, gradient_sections(*sizes, tuning)))
