@@ -8,11 +8,11 @@ with:
     wgrad   grad_Wt[h*D + d, c]  = sum over (b, s)    of dt[b, h, s, d] * hidden[b, s, c]
 
 Both are tiles of one persistent grid, wgrad first: its sums are the longer ones where there is more than one
-round (kernels/common/filled_schedule.py). Every operand is read by TMA as it lies in memory. A block of A is 128 rows: 128 positions of one batch
-entry in dgrad, 128 of the D elements of one head (M is the contiguous mode) in wgrad. Blocks never cross a
-batch entry or a head, so that TMA fills what lies past S with zeros and clips it on the way out, and dv needs
-no copy. B is hidden or W, N contiguous. K walks over the heads of q, k and v in dgrad, over the batch's
-positions in wgrad.
+round (kernels/common/filled_schedule.py). Every operand is read by TMA as it lies in memory. A block of A is
+128 rows: 128 positions of one batch entry in dgrad, 128 of the D elements of one head (M is the contiguous
+mode) in wgrad. Blocks never cross a batch entry or a head, so that TMA fills what lies past S with zeros and
+clips it on the way out, and dv needs no copy. B is hidden or W, N contiguous. K walks over the heads of q, k
+and v in dgrad, over the batch's positions in wgrad.
 
 The launch also finishes the norm-weight gradients from the partial sums of norm_backward.py.
 """

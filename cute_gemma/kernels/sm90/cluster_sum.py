@@ -41,7 +41,7 @@ class ClusterSum:
 
     @cute.jit
     def initialise(self) -> None:
-        """By one warp, before the cluster's first barrier."""
+        """By one warp, before all threads of the cluster arrive at its barrier, for which `add` waits."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_init(self.barriers, CONSUMER_WARPS)
             for warp in cutlass.range_constexpr(CONSUMER_WARPS):
@@ -56,6 +56,7 @@ class ClusterSum:
         arrived = self.barriers + 1 + self.warp
         start = (self.memory + self.warp // 2 * (WARP * self.words) + lane * 4).align(16)
 
+        cute.arch.cluster_wait()  # until the other CTA has its barriers
         if lane == 0:  # the products that read the stages are the whole warp's, and done
             cute.arch.mbarrier_arrive(self.barriers, 1 - self.rank)
         if owner == self.rank:

@@ -40,7 +40,7 @@ registers, of which a consumer thread's accumulators take tile_m * tile_n / 256.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import cutlass
@@ -136,6 +136,19 @@ class Pending:
 def major_layout(major: str):
     """The layout of an operand whose K ("k") or whose M or N ("mn") is contiguous, as the helpers name it."""
     return LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR
+
+
+def prefetch_descriptors(tma: Any) -> None:
+    """Of every TmaTensor in a dataclass or tuple. Those of outputs and late operands would else be fetched when they are
+    waited for."""
+    if isinstance(tma, TmaTensor):
+        cpasync.prefetch_descriptor(tma.atom)
+    elif isinstance(tma, tuple):
+        for part in tma:
+            prefetch_descriptors(part)
+    elif is_dataclass(tma):
+        for field in fields(tma):
+            prefetch_descriptors(getattr(tma, field.name))
 
 
 def dynamic(unit: Unit) -> Unit:
@@ -282,13 +295,18 @@ class PersistentGemm(GemmBase):
         operands = self.stage_views(a_shared, b_shared)
         first = dynamic(schedule.unit(worker, Int32(0)))  # its divisions, while the others come here
 
-        pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster_layout())
+        if cutlass.const_expr(self.tuning.share > 1):
+            cute.arch.sync_threads()  # the rest of the cluster is waited for where tiles are added up
+        else:
+            pipeline.pipeline_init_wait(cluster_shape_mn=self.cluster_layout())
 
         if warp < FIRST_CONSUMER:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
                 self.produce(stages, self.loads(tma, operands, rank), schedule, worker, first)
             else:
+                if warp == 1:
+                    prefetch_descriptors(tma)
                 self.assist(tma, first, warp - 1, FIRST_CONSUMER - 1)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)

@@ -149,9 +149,9 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         return tuple([[pair for words in row for pair in quad_transposed(words)] for row in rows] for rows in tables)
 
     def before_epilogue(self, unit, io, row):
-        """cos and sin, of v's tiles too: they are loaded and traded while products are under way. Not where a
-        tile may be added up before its epilogue: that takes the registers."""
-        if self.tuning.stream_k or self.tuning.share > 1:
+        """cos and sin, of v's tiles too: they are loaded and traded while products are under way. Not where
+        registers are short: a tile of 256 columns may be added up first."""
+        if self.words > 64 and (self.tuning.stream_k or self.tuning.share > 1):
             return None
         words = cute.make_rmem_tensor((2, 2, self.head_dim // 8), Int32)
         words.fill(0)

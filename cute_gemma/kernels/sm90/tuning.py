@@ -16,7 +16,8 @@ from cute_gemma.kernels.common.shared_rounds import shared_tiles
 
 SM_COUNT = 132  # of an H100 or H200 SXM
 # Clusters of more CTAs leave SMs idle, since none crosses a GPC. Three that shared a tile took the QKV
-# projection of 128 rows, on 120 CTAs, 21.6 us instead of the 17.5 of two on 80.
+# projection of 128 rows, on 120 CTAs, 21.6 us instead of the 17.5 of two on 80; four took the output projection,
+# on 96, 16.5 us instead of 14.7, and the QKV projection of 512 rows 56 instead of 36.
 CLUSTER_SIZES = (1, 2)
 CONSUMER_WARPS = 8  # two warpgroups
 MMA_COLUMNS = 256  # largest N of a wgmma (PTX ISA, wgmma.mma_async)
@@ -26,7 +27,10 @@ TMA_BYTES_PER_CYCLE = 66  # into an SM
 # What tiles of so many columns take longer for the same work: they move more bytes for it through shared
 # memory.
 NARROW = {64: 1.1, 128: 1.05, 192: 1.03, 256: 1.0}
-MANY_ROWS = 1536  # from here on narrow tiles, which need more power for the same work, are clocked down
+# From here on power bounds the clock: narrow tiles, which need more of it for the same work, lose, and a k block
+# takes less where two CTAs share B.
+MANY_ROWS = 1536
+MULTICAST = 0.99
 EPILOGUE_CYCLES = 12  # a tile column, during which nothing is multiplied
 SHARE_CYCLES = 2500  # adding up through shared memory
 EXCHANGE_CYCLES = 5500  # adding up through memory: latency
@@ -156,6 +160,8 @@ def gemm_cycles(
     tiles = ceil(rows / tuning.unit_rows) * sum(ceil(width / tuning.tile_n) for width in columns)
     blocks, workers = ceil(inner / BLOCK_K), tuning.workers
     block = block_cycles(tuning)
+    if rows > MANY_ROWS and tuning.cluster_m > 1:
+        block *= MULTICAST
     whole = blocks * block + epilogue * tuning.tile_n
     if tuning.share > 1:
         shared = shared_tiles(tiles, tuning.clusters, tuning.share)
