@@ -19,18 +19,20 @@ import heapq
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Int32
 
-from cute_gemma.kernels.common.schedule import Section, TileSchedule, Unit, clamp, maximum, minimum, select
+from cute_gemma.kernels.common.schedule import Dealt, Section, TileSchedule, Unit, clamp, deal, maximum, minimum, select
 from cute_gemma.kernels.common.shared_rounds import SharedRounds, shared_tiles
 
 
 @dataclass(frozen=True)
 class FilledSchedule(TileSchedule):
-    """The device's view; built by `plan_filled`. rounds: short tiles that stand for a long one."""
+    """The device's view; built by `plan_filled`. whole: of the long tiles. rounds: short tiles that stand for a long
+    one; filling, later: the short tiles, dealt to those that fill up, and those of later rounds, dealt to all."""
 
     rounds: Any
+    filling: Dealt
+    later: Dealt
 
     def unit_count(self, worker):
         """How many units a worker computes."""
@@ -50,12 +52,7 @@ class FilledSchedule(TileSchedule):
     @property
     def _busy(self):
         """Workers with one long tile more than the others: 0 .. busy - 1."""
-        return self.sections[0].tiles % self.workers
-
-    @property
-    def _short_tiles(self):
-        """How many short tiles are dealt whole."""
-        return self.sections[1].tiles
+        return self.whole.rest
 
     def _whole_tile(self, worker, index):
         long_count = self._long_count(worker)
@@ -64,7 +61,7 @@ class FilledSchedule(TileSchedule):
         return select(is_long, index * self.workers + worker, short_tile)
 
     def _long_count(self, worker):
-        return self.sections[0].tiles // self.workers + select(worker < self._busy, 1, 0)
+        return self.whole.count(worker)
 
     def _short_tile(self, worker, index):
         """Number of a worker's short tile among the short ones."""
@@ -75,25 +72,36 @@ class FilledSchedule(TileSchedule):
         return select(worker < self._busy, after_long, select(index < self.rounds, filling, later))
 
     def _short_count(self, worker):
-        free, tiles = self.workers - self._busy, self._short_tiles
-        filling = clamp((tiles - (worker - self._busy) + free - 1) // free, self.rounds)
-        first = self.rounds * free + worker + select(worker < self._busy, free, -self._busy)
-        later = maximum((tiles - first + self.workers - 1) // self.workers, 0)
-        return later + select(worker < self._busy, 0, filling)
+        is_busy, place = worker < self._busy, worker - self._busy
+        filling = clamp(self.filling.count(place), self.rounds)
+        later = self.later.count(place + select(is_busy, self.workers, 0))
+        return later + select(is_busy, 0, filling)
+
+
+def deal_short(tiles, rounds, workers, busy) -> tuple[Dealt, Dealt]:
+    """(filling, later) of a FilledSchedule for so many short tiles."""
+    free = workers - busy
+    return deal(tiles, free), deal(maximum(tiles - rounds * free, 0), workers)
 
 
 def plan_filled(long: Section, short: Section, max_workers: int, group_m: int) -> FilledSchedule:
     """Any two sections will do; the order pays when `long` has the more k blocks."""
-    tiles = long.tiles + short.tiles
+    tiles, rounds = long.tiles + short.tiles, long.k_blocks // short.k_blocks
+    workers = minimum(tiles, max_workers)
+    whole = deal(long.tiles, workers)
+    filling, later = deal_short(short.tiles, rounds, workers, whole.rest)
     return FilledSchedule(
         sections=(long, short),
-        workers=cutlass.min(tiles, max_workers),
+        workers=workers,
         tiles=tiles,
-        split_tiles=Int32(0),
-        split_blocks=Int32(0),
+        whole=whole,
+        split_tiles=0,
+        split_blocks=0,
         group_m=group_m,
         splits=False,
-        rounds=long.k_blocks // short.k_blocks,
+        rounds=rounds,
+        filling=filling,
+        later=later,
     )
 
 
@@ -101,10 +109,6 @@ def plan_filled(long: Section, short: Section, max_workers: int, group_m: int) -
 class SharedFilledSchedule(SharedRounds, FilledSchedule):
     """A filled schedule whose last round, if it is not full, is shared as in `SharedRounds`: by the last
     clusters, as the first workers have a long tile more. Built by `plan_shared_filled`."""
-
-    @property
-    def _short_tiles(self):
-        return self.sections[1].tiles - self.split_tiles
 
     def _whole_count(self, worker):
         return FilledSchedule.unit_count(self, worker)
@@ -125,19 +129,24 @@ def plan_shared_filled(
     """
     clusters = minimum(clusters, (long.tiles + ctas - 1) // ctas + short.tiles)
     workers = clusters * ctas
-    busy = long.tiles % workers
+    whole = deal(long.tiles, workers)
     # Without a worker that has a long tile more, nobody fills up: all rounds of short tiles are alike.
-    rounds = select(busy == 0, 0, long.k_blocks // short.k_blocks)
-    later = maximum(short.tiles - rounds * (workers - busy), 0)
+    rounds = select(whole.rest == 0, 0, long.k_blocks // short.k_blocks)
+    left = maximum(short.tiles - rounds * (workers - whole.rest), 0)
+    shared = shared_tiles(left, clusters, ctas)
+    filling, later = deal_short(short.tiles - shared, rounds, workers, whole.rest)
     return SharedFilledSchedule(
         sections=(long, short),
         workers=workers,
         tiles=long.tiles + short.tiles,
-        split_tiles=shared_tiles(later, clusters, ctas),
+        whole=whole,
+        split_tiles=shared,
         split_blocks=0,
         group_m=group_m,
         splits=True,
         rounds=rounds,
+        filling=filling,
+        later=later,
         ctas=ctas,
     )
 

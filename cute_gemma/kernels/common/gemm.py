@@ -12,7 +12,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
 
 from cute_gemma.jit.signature import TensorArg
-from cute_gemma.kernels.common.schedule import TileSchedule, plan
+from cute_gemma.kernels.common.schedule import TileSchedule, dynamic, plan
 
 WARP = 32
 SMEM_BYTES = 232448  # 227 KB a CTA, CUDA programming guide, "Compute capabilities", 9.0 and 10.0
@@ -95,7 +95,7 @@ class GemmBase:
         wait, see `early_stages`.
 
         loads: an object with early(unit, k, stage, barrier) and late(...), which fetch one k block of a unit,
-        or whatever the subclass's `fetch_blocks` takes. first: the worker's first unit.
+        or whatever the subclass's `fetch_blocks` takes. first: the worker's first unit, `dynamic`.
         """
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stage_count)
         count = schedule.unit_count(worker)
@@ -111,12 +111,11 @@ class GemmBase:
         if cutlass.const_expr(most > 0):
             state = self.fetch_blocks(stages, loads, first, span, state, (LATE,))
 
+        unit, begin = first, Int32(first.k_begin + ahead)
         for index in cutlass.range(count, unroll=1):
-            unit = schedule.unit(worker, index)
-            begin = Int32(unit.k_begin)
-            if index == 0:
-                begin += ahead
             state = self.fetch_blocks(stages, loads, unit, (begin, unit.k_end), state, (EARLY, LATE))
+            unit = dynamic(schedule.unit(worker, index + 1))
+            begin = Int32(unit.k_begin)
         cute.arch.griddepcontrol_launch_dependents()
         self.drain(stages, state)
 

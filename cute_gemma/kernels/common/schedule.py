@@ -17,11 +17,13 @@ on the GPU", PPoPP 2023.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Int32
+import cutlass.cute as cute
+from cutlass import Float32, Int32
 
 # A share shorter than this costs more in adding up partial tiles than it saves.
 MIN_SHARE_BLOCKS = 4
@@ -29,10 +31,10 @@ MIN_SHARE_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Section:
-    """One grid of output tiles."""
+    """One grid of output tiles. n_tiles is static: dividing by it takes a kernel few instructions."""
 
     m_tiles: Any
-    n_tiles: Any
+    n_tiles: cutlass.Constexpr[int]
     k_blocks: Any
 
     @property
@@ -59,16 +61,41 @@ class Unit:
     pieces: Any
 
 
+def dynamic(unit: Unit) -> Unit:
+    """The unit with every number in a register, so that it can be carried through a loop."""
+    return Unit(*(Int32(getattr(unit, field.name)) for field in fields(unit)))
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Tiles dealt out in turn: so many full rounds, and the rest. Divided on the host: in a kernel's first
+    instructions a division takes hundreds of cycles."""
+
+    rounds: Any
+    rest: Any
+
+    def count(self, place):
+        """How many tiles go to a place of the turn."""
+        return self.rounds + select(place < self.rest, 1, 0)
+
+
+def deal(tiles, places) -> Dealt:
+    """`tiles` tiles to so many places."""
+    return Dealt(tiles // places, tiles % places)
+
+
 @dataclass(frozen=True)
 class TileSchedule:
     """The device's view; built by `plan`.
 
-    Static: group_m, how many tile rows are walked together; splits, whether any tile may be split.
+    whole: the whole tiles, dealt to the workers. Static: group_m, how many tile rows are walked together; splits,
+    whether any tile may be split.
     """
 
     sections: tuple
     workers: Any
     tiles: Any
+    whole: Dealt
     split_tiles: Any
     split_blocks: Any
     group_m: cutlass.Constexpr[int]
@@ -95,17 +122,9 @@ class TileSchedule:
             begin += blocks
         return tile
 
-    def begin_of_tile(self, tile):
-        """First split k block of a split tile."""
-        begin, first = 0, 0
-        for section in self.sections:
-            begin += clamp(tile - first, section.tiles) * section.k_blocks
-            first += section.tiles
-        return begin
-
     def unit_count(self, worker):
         """How many units a worker computes."""
-        whole = maximum((self.tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
+        whole = self.whole.count(worker)
         return self._split_units(worker) + whole if self.splits else whole
 
     def unit(self, worker, index):
@@ -124,7 +143,7 @@ class TileSchedule:
         tile = select(is_split, split_tile, whole_tile)
 
         section, in_section, k_blocks = self._locate(tile)
-        tile_begin = self.begin_of_tile(tile)
+        tile_begin = begin_of_tile(self.sections, tile)
         tile_end = tile_begin + k_blocks
         k_begin = select(is_split, maximum(begin - tile_begin, 0), 0)
         k_end = select(is_split, minimum(end - tile_begin, k_blocks), k_blocks)
@@ -144,7 +163,7 @@ class TileSchedule:
 
     def partial_slot(self, worker, tile):
         """Where a worker keeps its piece of a split tile: slot 2w its first, 2w + 1 its last."""
-        return 2 * worker + select(self.share_begin(worker) >= self.begin_of_tile(tile), 0, 1)
+        return 2 * worker + select(self.share_begin(worker) >= begin_of_tile(self.sections, tile), 0, 1)
 
     def _split_units(self, worker):
         begin, end = self.share_begin(worker), self.share_begin(worker + 1)
@@ -164,15 +183,29 @@ class TileSchedule:
 
     def _place(self, section, tile):
         """Walk group_m tile rows together, row fastest: a wave of tiles shares both operands in L2."""
-        m_tiles, n_tiles = self.sections[0].m_tiles, self.sections[0].n_tiles
+        m_tiles, group, in_group = self.sections[0].m_tiles, *self._group(0, tile)
         for number, candidate in enumerate(self.sections[1:], start=1):
-            m_tiles = select(section == number, candidate.m_tiles, m_tiles)
-            n_tiles = select(section == number, candidate.n_tiles, n_tiles)
-        group_tiles = self.group_m * n_tiles
-        first_m = (tile // group_tiles) * self.group_m
+            here = section == number
+            m_tiles = select(here, candidate.m_tiles, m_tiles)
+            group, in_group = (select(here, a, b) for a, b in zip(self._group(number, tile), (group, in_group)))
+        first_m = group * self.group_m
         rows = minimum(m_tiles - first_m, self.group_m)
-        in_group = tile % group_tiles
-        return first_m + in_group % rows, in_group // rows
+        n = small_quotient(in_group, rows)
+        return first_m + in_group - n * rows, n
+
+    def _group(self, section: int, tile):
+        """(which group of tile rows holds a tile of this section, its place there)."""
+        tiles = self.group_m * self.sections[section].n_tiles
+        return tile // tiles, tile % tiles
+
+
+def begin_of_tile(sections: tuple, tile):
+    """How many k blocks the tiles before `tile` have: where it begins if all are split."""
+    begin, first = 0, 0
+    for section in sections:
+        begin += clamp(tile - first, section.tiles) * section.k_blocks
+        first += section.tiles
+    return begin
 
 
 def plan(sections: tuple, max_workers: int, group_m: int, stream_k: bool) -> TileSchedule:
@@ -181,10 +214,11 @@ def plan(sections: tuple, max_workers: int, group_m: int, stream_k: bool) -> Til
     for section in sections[1:]:
         tiles += section.tiles
     if not stream_k:
-        return TileSchedule(sections, minimum(tiles, max_workers), tiles, 0, 0, group_m, False)
-    whole = TileSchedule(sections, max_workers, tiles, 0, 0, group_m, True)
-    split_tiles, split_blocks, workers = split_plan(tiles, whole.begin_of_tile, max_workers)
-    return TileSchedule(sections, workers, tiles, split_tiles, split_blocks, group_m, True)
+        workers = minimum(tiles, max_workers)
+        return TileSchedule(sections, workers, tiles, deal(tiles, workers), 0, 0, group_m, False)
+    split_tiles, split_blocks, workers = split_plan(tiles, partial(begin_of_tile, sections), max_workers)
+    whole = deal(tiles - split_tiles, workers)
+    return TileSchedule(sections, workers, tiles, whole, split_tiles, split_blocks, group_m, True)
 
 
 def split_plan(tiles, begin_of_tile, max_workers: int) -> tuple:
@@ -229,3 +263,11 @@ def maximum(a, b):
 def clamp(value, upper):
     """Keep an integer within [0, upper]."""
     return minimum(maximum(value, 0), upper)
+
+
+def small_quotient(a, b):
+    """a // b for 0 <= a < 2^21 and 1 <= b, in a few instructions: (a + 1/2) / b is at least 1 / (2 b) from any
+    integer, further than float32 and rcp.approx (1 ulp, PTX ISA) can be off."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return Int32((Int32(a).to(Float32) + 0.5) * cute.arch.rcp_approx(Int32(b).to(Float32)))

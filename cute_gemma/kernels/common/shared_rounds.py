@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import cutlass
 
-from cute_gemma.kernels.common.schedule import Section, TileSchedule, Unit, maximum, minimum, select
+from cute_gemma.kernels.common.schedule import Section, TileSchedule, Unit, deal, minimum, select
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SharedRounds(TileSchedule):
         return Unit(tile, section, m, n, k_begin, k_end, worker - rank, select(shared, self.ctas, 1))
 
     def _whole_count(self, worker):
-        return maximum((self.tiles - self.split_tiles - worker + self.workers - 1) // self.workers, 0)
+        return self.whole.count(worker)
 
     def _whole_tile(self, worker, index):
         return index * self.workers + worker
@@ -57,7 +57,8 @@ def plan_shared(sections: tuple[Section, ...], clusters: int, ctas: int, group_m
     shared = shared_tiles(tiles, clusters, ctas)
     busy = select(shared == tiles, shared, (tiles - shared + ctas - 1) // ctas)
     workers = minimum(busy, clusters) * ctas
-    return SharedRounds(sections, workers, tiles, shared, 0, group_m, True, ctas)
+    whole = deal(tiles - shared, workers)
+    return SharedRounds(sections, workers, tiles, whole, shared, 0, group_m, True, ctas)
 
 
 def shared_tiles(tiles, clusters: int, ctas: int):

@@ -62,7 +62,7 @@ from cute_gemma.kernels.common.gemm import (
     TmaTensor,
     Workspace,
 )
-from cute_gemma.kernels.common.schedule import TileSchedule, Unit
+from cute_gemma.kernels.common.schedule import TileSchedule, Unit, dynamic
 from cute_gemma.kernels.sm100.boxes import BOX_BYTES, BOX_ROWS, WarpBoxes
 from cute_gemma.kernels.sm100.tmem import CHUNK, accumulator_rows, fence_after_sync, fence_before_sync
 from cute_gemma.kernels.sm100.tuning import GemmTuning
@@ -228,7 +228,7 @@ class PersistentGemm(GemmBase):
         boxes = WarpBoxes(box_memory, warp * self.boxes)
         operands = self.stage_views(mmas, a_shared, b_shared)
 
-        first = schedule.unit(worker, Int32(0))  # its divisions, while the others come here
+        first = dynamic(schedule.unit(worker, Int32(0)))  # its divisions, while the others come here
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
 
         if warp == TMA_WARP:

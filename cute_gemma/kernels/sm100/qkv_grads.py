@@ -20,6 +20,7 @@ from cute_gemma.kernels.common.filled_schedule import makespan
 from cute_gemma.kernels.common.gemm import TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, GradientLoads, QkvGradientsBase
+from cute_gemma.kernels.common.schedule import small_quotient
 from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm100.gemm import EPILOGUE_WARPS, PersistentGemm
 from cute_gemma.kernels.sm100.tuning import BLOCK_K, EPILOGUE_CYCLES, SM_COUNT, GemmTuning, block_cycles
@@ -98,8 +99,9 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
                         boxes.store(tma.grad_weights[side], [(box_row, column) for column in columns])
             else:
                 blocks = cute.ceil_div(tma.seq, BLOCK_M)
-                box_row = block % blocks * (BLOCK_M // BOX_ROWS) + box
-                boxes.store(tma.grad_hidden, [(box_row, column, block // blocks) for column in columns])
+                entry = small_quotient(block, blocks)
+                box_row = (block - entry * blocks) * (BLOCK_M // BOX_ROWS) + box
+                boxes.store(tma.grad_hidden, [(box_row, column, entry) for column in columns])
 
 
 # (tile_m, tile_n, cluster_m) of the tunings to choose from.

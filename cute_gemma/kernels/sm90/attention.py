@@ -225,8 +225,9 @@ class Attention(AttentionBase):
         that those that share a kv head run together and find k and v in L2."""
         ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
         unit = index * ctas + cutlass.select_(index % 2 == 0, cta, ctas - 1 - cta)
-        tile = cute.ceil_div(s, TILE) - 1 - unit // (self.heads * b)
-        return tile, unit % self.heads, (unit // self.heads) % b
+        batches = unit // self.heads
+        from_last = batches // b
+        return cute.ceil_div(s, TILE) - 1 - from_last, unit % self.heads, batches - from_last * b
 
     def key_tiles(self, tile, s):
         """(first, end) of the key tiles that query tile `tile` reads, by position."""

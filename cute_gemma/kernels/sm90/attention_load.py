@@ -19,9 +19,12 @@ SCAN_BLOCK = 32  # tile classes a warp reads at once
 def load_role(kernel, bars, smem, atoms, tensors, mask, b, s):
     """All units of this CTA."""
     number = Int32(0)  # blocks loaded so far
-    cute.arch.griddepcontrol_wait()
-    for index in cutlass.range(kernel.unit_count(b, s), unroll=1):
-        tile, head, batch = kernel.unit(index, b, s)
+    count = Int32(kernel.unit_count(b, s))
+    tile, head, batch = kernel.unit(Int32(0), b, s)
+    # Always so. Without a branch the first unit's divisions would come after the wait, where others wait for them.
+    if (count | tile | head | batch) >= 0:
+        cute.arch.griddepcontrol_wait()
+    for index in cutlass.range(count, unroll=1):
         kv_head = head // (kernel.heads // kernel.kv_heads)
         q = _parts(atoms[0], smem.q, _of_head(kernel, tensors[0], head, batch))
         k = _parts(atoms[1], smem.k, _of_head(kernel, tensors[1], kv_head, batch))
@@ -38,6 +41,7 @@ def load_role(kernel, bars, smem, atoms, tensors, mask, b, s):
             for i in cutlass.range(end - 1 - first, unroll=1):
                 number = _next_tile(kernel, smem, loads, end - 1 - i, end - 2 - i, None, number)
             number = _end_tile(kernel, smem, loads, first, number)
+        tile, head, batch = kernel.unit(index + 1, b, s)
     cute.arch.griddepcontrol_launch_dependents()
 
 

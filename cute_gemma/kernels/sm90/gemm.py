@@ -65,7 +65,7 @@ from cute_gemma.kernels.common.gemm import (
     TmaTensor,
     Workspace,
 )
-from cute_gemma.kernels.common.schedule import TileSchedule, Unit
+from cute_gemma.kernels.common.schedule import TileSchedule, Unit, dynamic
 from cute_gemma.kernels.common.shared_rounds import plan_shared
 from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes
 from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, PARTS, ClusterSum
@@ -149,11 +149,6 @@ def prefetch_descriptors(tma: Any) -> None:
     elif is_dataclass(tma):
         for field in fields(tma):
             prefetch_descriptors(getattr(tma, field.name))
-
-
-def dynamic(unit: Unit) -> Unit:
-    """The unit with every number in a register, so that it can be carried through a loop."""
-    return Unit(*(Int32(getattr(unit, field.name)) for field in fields(unit)))
 
 
 class PersistentGemm(GemmBase):

@@ -20,7 +20,7 @@ from cute_gemma.kernels.common.filled_schedule import FilledSchedule, plan_fille
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
 from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase, gradient_sections
-from cute_gemma.kernels.common.schedule import TileSchedule
+from cute_gemma.kernels.common.schedule import TileSchedule, small_quotient
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm, major_layout
 from cute_gemma.kernels.sm90.tuning import EPILOGUE_CYCLES, SHARE_CYCLES, SM_COUNT, GemmTuning, block_cycles
@@ -119,8 +119,9 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
                     boxes.store(tma.grad_weights[side], [(row, column) for column in columns])
         else:
             blocks = cute.ceil_div(tma.seq, BLOCK_M)
-            row = block % blocks * (BLOCK_M // BOX_ROWS) + box
-            boxes.store(tma.grad_hidden, [(row, column, block // blocks) for column in columns])
+            entry = small_quotient(block, blocks)
+            row = (block - entry * blocks) * (BLOCK_M // BOX_ROWS) + box
+            boxes.store(tma.grad_hidden, [(row, column, entry) for column in columns])
 
 
 def plan_gradients(sections: tuple, tuning: GemmTuning) -> FilledSchedule:
