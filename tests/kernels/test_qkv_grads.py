@@ -189,17 +189,20 @@ def test_default_tuning_keeps_the_multiprocessors_busy(case):
 
 @dataclass(frozen=True)
 class ScheduleProbe:
-    """owners[tile] and times[tile]: which worker takes a tile, as which of its units."""
+    """owners[tile] and times[tile]: which worker takes a tile, as which of its units. columns: n_tiles of both
+    sections."""
 
     max_workers: int
+    columns: tuple[int, int]
 
     def signature(self):
-        sizes = tuple(ScalarArg(name, "i32") for name in ("m0", "n0", "k0", "m1", "n1", "k1"))
+        sizes = tuple(ScalarArg(name, "i32") for name in ("m0", "k0", "m1", "k1"))
         return *sizes, TensorArg("seen", "i32", ("tiles", 5), align=4)
 
     @cute.jit
-    def __call__(self, m0, n0, k0, m1, n1, k1, seen: cute.Tensor, stream):
-        schedule = plan_filled(Section(m0, n0, k0), Section(m1, n1, k1), self.max_workers, 4)
+    def __call__(self, m0, k0, m1, k1, seen: cute.Tensor, stream):
+        long, short = (Section(m, n, k) for m, n, k in zip((m0, m1), self.columns, (k0, k1)))
+        schedule = plan_filled(long, short, self.max_workers, 4)
         self.kernel(schedule, seen).launch(grid=(schedule.workers, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
@@ -220,7 +223,7 @@ def test_filled_schedule_deals_every_tile_once_and_ends_evenly(sizes, workers):
     m0, n0, k0, m1, n1, k1 = sizes
     long, short = m0 * n0, m1 * n1
     seen = torch.full((long + short, 5), -1, dtype=torch.int32)
-    jit.launch(ScheduleProbe(workers), *sizes, seen, target=TARGET)
+    jit.launch(ScheduleProbe(workers, (n0, n1)), m0, k0, m1, k1, seen, target=TARGET)
     owner, index, section, m, n = seen.unbind(1)
     assert (owner >= 0).all(), "a tile that nobody took"
     assert section.tolist() == [0] * long + [1] * short
