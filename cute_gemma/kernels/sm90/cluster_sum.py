@@ -1,9 +1,9 @@
 """Adding up a tile whose k blocks the two CTAs of a cluster have shared, through their shared memory.
 
-Every other warp's part of the tile is one CTA's, the rest the other's. Once the owner is done with its stages,
-the other CTA's warp of the same number stores its values there by st.async, whose bytes an mbarrier of the
-owner counts: no fence has to wait until they have arrived. x + y = y + x, so the sum does not depend on who
-adds.
+The parts of the first warpgroup's warps are one CTA's, the rest the other's, so that either finishes its own on
+all four of its SM's sub-partitions. Once the owner is done with its stages, the other CTA's warp of the same
+number stores its values there by st.async, whose bytes an mbarrier of the owner counts: no fence has to wait
+until they have arrived. x + y = y + x, so the sum does not depend on who adds.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ClusterSum:
         """True for the warp that owns its part of the tile, with the sum in the accumulator's place."""
         values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))
         lane = cute.arch.lane_idx()
-        owner = self.warp % 2
+        owner = self.warp // PARTS
         arrived = self.barriers + 1 + self.warp
-        start = (self.memory + self.warp // 2 * (WARP * self.words) + lane * 4).align(16)
+        start = (self.memory + self.warp % PARTS * (WARP * self.words) + lane * 4).align(16)
 
         cute.arch.cluster_wait()  # until the other CTA has its barriers
         if lane == 0:  # the products that read the stages are the whole warp's, and done

@@ -277,7 +277,7 @@ class PersistentGemm(GemmBase):
         storage = smem.allocate(Storage)
         stages = self.make_stages(storage.stage_barriers.data_ptr())
         if cutlass.const_expr(self.tuning.share > 1):
-            if warp == 0:
+            if warp == 1:
                 self.cluster_sum(None, storage.sum_barriers.data_ptr(), rank, warp).initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster_layout(), is_relaxed=True)
 
