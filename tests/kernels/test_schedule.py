@@ -1,16 +1,23 @@
-"""The persistent schedule on plain integers: every k block of every tile is computed once."""
+"""The persistent schedule on plain integers: every k block of every tile is computed once; and its one step that
+only a kernel takes."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 import pytest
 
 pytest.importorskip("cutlass")
 
+import cutlass
+import cutlass.cute as cute
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_gemma import jit
+from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_shared_filled
-from cute_gemma.kernels.common.schedule import MIN_SHARE_BLOCKS, Section, plan
+from cute_gemma.kernels.common.schedule import MIN_SHARE_BLOCKS, Section, plan, small_quotient
 
 sections = st.lists(
     st.builds(Section, st.integers(1, 40), st.integers(1, 40), st.integers(1, 70)), min_size=1, max_size=3
@@ -157,3 +164,49 @@ def test_busiest_worker(long, short, clusters, shared, busiest):
     for worker, unit in units_of(schedule):
         ends[worker] += int(unit.k_end) - int(unit.k_begin)
     assert (schedule.split_tiles, max(ends.values())) == (shared, busiest)
+
+
+@dataclass(frozen=True)
+class QuotientProbe:
+    """quotients[i] = a[i] // b[i] by small_quotient, one a thread."""
+
+    def signature(self):
+        return tuple(TensorArg(name, "i32", ("n",), align=4) for name in ("a", "b", "quotients"))
+
+    @cute.jit
+    def __call__(self, a: cute.Tensor, b: cute.Tensor, quotients: cute.Tensor, stream):
+        self.kernel(a, b, quotients).launch(
+            grid=(cute.ceil_div(a.shape[0], 256), 1, 1), block=(256, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, a: cute.Tensor, b: cute.Tensor, quotients: cute.Tensor):
+        i = cute.arch.block_idx()[0] * 256 + cute.arch.thread_idx()[0]
+        if i < a.shape[0]:
+            quotients[i] = small_quotient(a[i], b[i])
+
+
+def dividends_and_divisors():
+    """Small numbers, and up to 2^21 those where a quotient changes."""
+    a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(200), torch.arange(1, 40), indexing="ij"))
+    divisors = torch.randint(1, 2**12, (4000,), generator=torch.Generator().manual_seed(0))
+    edges = (2**21 // divisors) * divisors
+    return (
+        torch.cat([a, edges - 1, (edges // 2 // divisors) * divisors, torch.tensor([2**21 - 1, 2**21 - 1])]).int(),
+        torch.cat([b, divisors, divisors, torch.tensor([1, 2**21 - 1])]).int(),
+    )
+
+
+def test_small_quotients_are_exact():
+    a, b = dividends_and_divisors()
+    quotients = torch.full_like(a, -1)
+    jit.launch(QuotientProbe(), a, b, quotients, target="sm_90a")
+    assert torch.equal(quotients, a // b)
+
+
+def test_small_quotients_are_exact_whatever_rcp_rounds():
+    """With a reciprocal one unit in the last place off either way."""
+    a, b = dividends_and_divisors()
+    exact = b.float().reciprocal()
+    for reciprocal in (exact, exact.nextafter(torch.tensor(0.0)), exact.nextafter(torch.tensor(2.0))):
+        assert torch.equal(((a.float() + 0.5) * reciprocal).int(), a // b)
