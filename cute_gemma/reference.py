@@ -105,11 +105,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, config: Attent
     if bias is not None:
         logits = logits + bias
     weights = torch.softmax(_wide(logits), dim=-1).to(q.dtype)
-    out = weights @ v
     if bias is not None:
+        # Before the product: on some CPUs a NaN in one row of its operand gets into the row before.
         masked_rows = (bias <= MASKED_AT_OR_BELOW).all(-1)
-        out = out.masked_fill(masked_rows.unsqueeze(-1), 0)
-    return out
+        weights = weights.masked_fill(masked_rows.unsqueeze(-1), 0)
+    return weights @ v
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, config: AttentionConfig) -> Tensor:
