@@ -226,9 +226,11 @@ def test_a_graph_of_a_warm_call_leaves_what_is_kept_alone(number):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = called(number, inputs)
-    scratch, zeroed = (list(kept._blocks.values()) for kept in (workspace.SCRATCH, workspace.ZEROED))
-    assert scratch
-    for block in scratch + zeroed:
+    kept = list(workspace.KEPT._blocks.values())
+    zeroed = [blocks.zeroed for blocks in kept if blocks.zeroed.size]
+    owned = [blocks.scratch for blocks in kept if blocks.scratch.size] + zeroed
+    assert owned
+    for block in owned:
         block.owner.fill_(0x5A)
     for name, tensor in other.tensors().items():
         getattr(inputs, name).copy_(tensor)
@@ -237,7 +239,7 @@ def test_a_graph_of_a_warm_call_leaves_what_is_kept_alone(number):
             out.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert all((block.owner == 0x5A).all() for block in scratch + zeroed)
+        assert all((block.owner == 0x5A).all() for block in owned)
         check(number, inputs, SimpleNamespace(output=results), *sizes)
     for block in zeroed:
         block.owner.zero_()
