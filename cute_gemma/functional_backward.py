@@ -75,10 +75,17 @@ def qkv_backward(
         q_normed,
         k_normed,
     )
-    recipe, key, addresses = _backward_recipes.find(tensors, (target, backend))
+    given = () if out is None else _given(out)
+    numbers = target, backend, None if out is None else tuple(value is None for value in out)
+    recipe, key, addresses = _backward_recipes.find((*tensors, *given), numbers)
     if recipe is None:
-        recipe = _backward_recipes.keep(key, tensors, _backward_recipe(tensors, target, backend))
-    return recipe.run(tensors, addresses, None if out is None else _check_out(out, recipe, tensors))
+        recipe = _backward_recipe(tensors, target, backend)
+        _check_out(out, recipe, tensors)
+        recipe = _backward_recipes.keep(key, (*tensors, *given), recipe)
+    elif given and _overlap(recipe, out, addresses):
+        _check_out(out, recipe, tensors)  # which raises
+    outputs = None if out is None else recipe.new_outputs(tensors, out)
+    return recipe.run(tensors, addresses[: len(tensors)], outputs)
 
 
 def plan_qkv_backward(
@@ -117,7 +124,8 @@ def plan_qkv_backward(
         k_normed,
     )
     recipe = _backward_recipe(tensors, target, backend)
-    return recipe.plan(tensors, None if out is None else _check_out(out, recipe, tensors))
+    _check_out(out, recipe, tensors)
+    return recipe.plan(tensors, recipe.new_outputs(tensors, out))
 
 
 def _backward_recipe(tensors: Sequence[Tensor], target: str | None, backend: str | None) -> Recipe:
@@ -166,10 +174,18 @@ def _backward_recipe(tensors: Sequence[Tensor], target: str | None, backend: str
     return backward_recipe(inputs, sizes, resolve_call_target(target, backend, device))
 
 
-def _check_out(out: QKVGradients, recipe: Recipe, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Where the results go: what `out` gives, and new tensors for the rest."""
+def _given(out: QKVGradients) -> tuple[Tensor, ...]:
+    """The tensors that `out` gives."""
     if not isinstance(out, QKVGradients):
         raise TypeError(f"out: got {type(out).__name__}, want a QKVGradients or None")
+    return tuple(value for value in out if value is not None)
+
+
+def _check_out(out: QKVGradients | None, recipe: Recipe, inputs: Sequence[Tensor]) -> None:
+    """Raises what is wrong with `out`."""
+    if out is None:
+        return
+    _given(out)
     taken = list(zip(recipe.inputs, inputs, strict=True))
     for name, value, output in zip(QKVGradients._fields, out, recipe.outputs.values(), strict=True):
         if value is None:
@@ -179,17 +195,30 @@ def _check_out(out: QKVGradients, recipe: Recipe, inputs: Sequence[Tensor]) -> l
         shape = recipe.inputs[output.like].shape
         check_tensor(label, value, shape, (output.dtype,), recipe.device, align)
         for other, tensor in taken:
-            if _overlap(value, tensor):
+            if value.data_ptr() < _end(tensor) and tensor.data_ptr() < _end(value):
                 raise ValueError(f"{label}: got memory that overlaps {other}, want memory of its own")
         taken.append((label, value))
-    return [new if given is None else given for given, new in zip(out, recipe.new_outputs(inputs), strict=True)]
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors of one device share a byte."""
-    a_end = a.data_ptr() + a.numel() * a.element_size()
-    b_end = b.data_ptr() + b.numel() * b.element_size()
-    return a.data_ptr() < b_end and b.data_ptr() < a_end
+def _end(tensor: Tensor) -> int:
+    """The address after a contiguous tensor."""
+    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _overlap(recipe: Recipe, out: QKVGradients, addresses: list[int]) -> bool:
+    """Whether a given result shares a byte with another or with an input. addresses: of inputs and given results."""
+    count = len(recipe.inputs)
+    sizes = recipe.sizes[:count] + [s for s, value in zip(recipe.sizes[count:], out) if value is not None]
+    spans = sorted((address, address + size, i >= count) for i, (address, size) in enumerate(zip(addresses, sizes)))
+    inputs_end = outputs_end = 0  # of all that begin earlier
+    for begin, end, is_output in spans:
+        if begin < outputs_end or is_output and begin < inputs_end:
+            return True
+        if is_output:
+            outputs_end = end
+        else:
+            inputs_end = max(inputs_end, end)
+    return False
 
 
 def rope_backward(

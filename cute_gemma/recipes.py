@@ -78,9 +78,22 @@ class Recipe:
             found.append((names.index(like), make))
         return found
 
-    def new_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Memory for the outputs of a call with these inputs."""
-        return [make(tensors[number]) for number, make in self._new]
+    def new_outputs(
+        self, tensors: Sequence[Tensor], given: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor]:
+        """Memory for the outputs of a call with these inputs: what is given of it, and new tensors for the rest."""
+        if given is None:
+            return [make(tensors[number]) for number, make in self._new]
+        return [
+            make(tensors[number]) if value is None else value
+            for (number, make), value in zip(self._new, given, strict=True)
+        ]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each input, then of each output."""
+        outputs = (Input(dtype, self.inputs[like].shape) for like, dtype in self.outputs.values())
+        return [math.prod(shape) * dtype.itemsize for dtype, shape in (*self.inputs.values(), *outputs)]
 
     def plan(self, tensors: Sequence[Tensor], outputs: list[Tensor] | None = None) -> Plan:
         """The launches on these inputs and outputs (None: new ones), with a workspace of its own."""

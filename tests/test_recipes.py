@@ -3,12 +3,16 @@
 For the last part CPU memory stands for a GPU's, and the emulator runs what is launched there.
 """
 
+import itertools
 import math
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
 
 import cute_gemma
 from cute_gemma import QKVGradients, emulator, functional, functional_backward, recipe_cache, workspace
@@ -349,7 +353,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.state.capturing)
     new_outputs = Recipe.new_outputs
     monkeypatch.setattr(
-        Recipe, "new_outputs", lambda self, tensors: [t.fill_(math.nan) for t in new_outputs(self, tensors)]
+        Recipe,
+        "new_outputs",
+        lambda self, *arguments: [t.fill_(math.nan) for t in new_outputs(self, *arguments)],
     )
     with torch.no_grad():
         yield made
@@ -550,6 +556,21 @@ def test_results_go_to_out_and_wrong_out_is_named_on_warm_calls(gpu):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             call("qkv_backward", given, out=wrong)
     assert all(torch.equal(a, b) for a, b in zip(written, [t for t in out if t is not None], strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@drawn(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=19, max_size=19), st.integers(0, 63))
+def test_overlap_is_that_of_any_two_of_which_one_is_written(spans, pattern):
+    out = [None if pattern >> i & 1 else () for i in range(6)]
+    recipe = SimpleNamespace(inputs=[None] * 13, sizes=[size for _, size in spans])
+    kept = [i for i in range(19) if i < 13 or out[i - 13] is not None]
+    addresses = [spans[i][0] for i in kept]
+    wanted = any(
+        spans[i][0] < sum(spans[j]) and spans[j][0] < sum(spans[i])
+        for i, j in itertools.combinations(kept, 2)
+        if j >= 13
+    )
+    assert functional_backward._overlap(recipe, out, addresses) == wanted
 
 
 def test_every_call_has_new_outputs(gpu):
