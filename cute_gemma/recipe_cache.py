@@ -93,7 +93,9 @@ class RecipeCache:
                 return found
             while self._count >= MAX_RECIPES:
                 self._count -= len(self._recipes.pop(next(iter(self._recipes))))
-            self._recipes[key] = (Guards(*tensors), recipe), *self._recipes.get(key, ())
+            # TensorGuards refuse whatever holds one tensor twice, as calls with tied weights do.
+            guards = Guards if len(set(map(id, tensors))) == len(tensors) else PlainGuards
+            self._recipes[key] = (guards(*tensors), recipe), *self._recipes.get(key, ())
             self._count += 1
             return recipe
 

@@ -180,6 +180,15 @@ def test_a_recipe_of_tensors_that_require_grad_is_for_no_grad_alone(recipes):
     assert cache.find(tensors, ())[0] is None
 
 
+def test_a_tensor_given_twice_has_a_recipe_all_the_same(recipes):
+    weight, other = torch.ones(4), torch.ones(4)
+    cache = recipe_cache.RecipeCache()
+    _, key, _ = cache.find([weight, weight], ())
+    kept = cache.keep(key, [weight, weight], object())
+    assert cache.find([weight, weight], ())[0] is kept and cache.find([weight, other], ())[0] is kept
+    assert cache.find([weight, weight.double()], ())[0] is None and cache.recipes() == [kept]
+
+
 def test_the_recipe_that_another_thread_kept_meanwhile_is_taken(recipes):
     tensors = [torch.ones(4)]
     cache = recipe_cache.RecipeCache()
