@@ -105,11 +105,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, config: Attent
     if bias is not None:
         logits = logits + bias
     weights = torch.softmax(_wide(logits), dim=-1).to(q.dtype)
-    if bias is not None:
-        # Before the product: on some CPUs a NaN in one row of its operand gets into the row before.
-        masked_rows = (bias <= MASKED_AT_OR_BELOW).all(-1)
-        weights = weights.masked_fill(masked_rows.unsqueeze(-1), 0)
-    return weights @ v
+    if bias is None:
+        return weights @ v
+    # Before the product: on some CPUs a NaN in one row of its operand gets into the row before. And after it: v may
+    # hold what zero times it is not zero.
+    masked_rows = (bias <= MASKED_AT_OR_BELOW).all(-1, keepdim=True)
+    return (weights.masked_fill(masked_rows, 0) @ v).masked_fill(masked_rows, 0)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None, config: AttentionConfig) -> Tensor:

@@ -130,6 +130,8 @@ def test_a_fully_masked_row_yields_zeros_and_leaves_others_alone(lowest):
     assert torch.count_nonzero(out[0, 5]) == 0
     keep = torch.arange(8) != 5
     torch.testing.assert_close(out[:, keep], expected[:, keep])
+    out = reference.attention(q, k, torch.full_like(v, math.inf), mask, SMALL)
+    assert torch.count_nonzero(out[0, 5]) == 0 and not out[:, keep].isfinite().any(), "whatever v holds"
 
 
 @pytest.mark.parametrize("bias", [-100.0, -1e4, 200.0])
