@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-import cutlass
 import cutlass.cute as cute
 import torch
 from hypothesis import given, settings

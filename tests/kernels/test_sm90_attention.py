@@ -11,7 +11,6 @@ from cute_gemma import jit
 from cute_gemma.emulator import Options, engine
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
 from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning, MaskedAttention
-from cute_gemma.kernels.common.softcap import LOG2_E, Softcap
 from cute_gemma.kernels.common.mask_scan import MaskScan
 
 from attention_cases import bits, errors, masks, suite_qkv
