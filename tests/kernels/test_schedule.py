@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cute_gemma import jit
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_shared_filled
+from cute_gemma.kernels.common.qkv_grads import batch_entry
 from cute_gemma.kernels.common.schedule import MIN_SHARE_BLOCKS, Section, plan, small_quotient
 
 sections = st.lists(
@@ -165,9 +166,14 @@ def test_busiest_worker(long, short, clusters, shared, busiest):
     assert (schedule.split_tiles, max(ends.values())) == (shared, busiest)
 
 
+DIVIDE = {"small quotient": small_quotient, "batch entry": batch_entry}
+
+
 @dataclass(frozen=True)
 class QuotientProbe:
-    """quotients[i] = a[i] // b[i] by small_quotient, one a thread."""
+    """quotients[i] = a[i] // b[i] by the function called `divide`, one a thread."""
+
+    divide: str
 
     def signature(self):
         return tuple(TensorArg(name, "i32", ("n",), align=4) for name in ("a", "b", "quotients"))
@@ -182,7 +188,7 @@ class QuotientProbe:
     def kernel(self, a: cute.Tensor, b: cute.Tensor, quotients: cute.Tensor):
         i = cute.arch.block_idx()[0] * 256 + cute.arch.thread_idx()[0]
         if i < a.shape[0]:
-            quotients[i] = small_quotient(a[i], b[i])
+            quotients[i] = DIVIDE[self.divide](a[i], b[i])
 
 
 def dividends_and_divisors():
@@ -199,8 +205,15 @@ def dividends_and_divisors():
 def test_small_quotients_are_exact():
     a, b = dividends_and_divisors()
     quotients = torch.full_like(a, -1)
-    jit.launch(QuotientProbe(), a, b, quotients, target="sm_90a")
+    jit.launch(QuotientProbe("small quotient"), a, b, quotients, target="sm_90a")
     assert torch.equal(quotients, a // b)
+
+
+def test_batch_entries_are_exact_where_each_has_one_block_however_many_they_are():
+    a = torch.tensor([0, 1, 2**21, 2**23 + 1, 2**23 + 3, 2**24 + 1, 2**31 - 1], dtype=torch.int32)
+    entries = torch.full_like(a, -1)
+    jit.launch(QuotientProbe("batch entry"), a, torch.ones_like(a), entries, target="sm_90a")
+    assert torch.equal(entries, a)
 
 
 def test_small_quotients_are_exact_whatever_rcp_rounds():

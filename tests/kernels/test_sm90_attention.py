@@ -77,7 +77,7 @@ def test_small_caps_and_large_ones(softcap):
 
 @pytest.mark.parametrize("q_gain", [2.0, 3.0, 8.0, 40.0])
 def test_saturated_logits(q_gain):
-    """Scores beyond each polynomial's range, and far beyond the cap."""
+    """Scores around the cap, and far beyond it."""
     for mask in ("none", "causal"):
         check(Attention(2, 1, 128, SCALE, 50.0, mask), 1, 512, q_gain=q_gain)
 

@@ -30,7 +30,7 @@ from cute_gemma.jit.signature import Signature, TensorArg
 from cute_gemma.kernels.common.filled_schedule import plan_filled
 from cute_gemma.kernels.common.gemm import BLOCK_K, EARLY, LATE, WARP, Workspace
 from cute_gemma.kernels.common.norm_backward import chunk_rows
-from cute_gemma.kernels.common.schedule import Section, TileSchedule, plan, small_quotient
+from cute_gemma.kernels.common.schedule import Section, TileSchedule, plan, select, small_quotient
 
 WGRAD, DGRAD = 0, 1  # kinds of tile, and the numbers of their sections
 BLOCK_M = 128  # rows of a block of A
@@ -194,8 +194,7 @@ class QkvGradientsBase:
     @cute.jit
     def fetch_blocks(self, stages, loads, unit, span, state, parts: cutlass.Constexpr):
         """See GemmBase. Whose rows a k block's operands are is settled outside the loops over k blocks: in
-        them, it takes the TMA warp longer than a 128x128 tile's products take. 2^21 blocks would take more memory than
-        GPUs have."""
+        them, it takes the TMA warp longer than a 128x128 tile's products take."""
         if unit.section == WGRAD:
             block = unit.m * self.unit_blocks + loads.rank * self.blocks_per_cta
             if cutlass.const_expr(self.blocks_per_cta > 1):
@@ -216,7 +215,7 @@ class QkvGradientsBase:
         or None if each may have its own). block: the first of them."""
         parts, only = what
         blocks = cute.ceil_div(loads.seq, BLOCK_K)
-        entry = small_quotient(span[0], blocks)
+        entry = batch_entry(span[0], blocks)
         place = Int32(span[0] - entry * blocks)
         for _ in cutlass.range(span[0], span[1], unroll=1):
             barrier = self.open_stage(stages, state, parts)
@@ -251,7 +250,7 @@ class QkvGradientsBase:
         first, last = self.side_range(side, BLOCK_K)
         per_head, blocks = self.head_dim // BLOCK_K, cute.ceil_div(loads.seq, BLOCK_M)
         block = unit.m * self.unit_blocks + loads.rank * self.blocks_per_cta
-        entries = [small_quotient(block + i, blocks) for i in range(self.blocks_per_cta)]
+        entries = [batch_entry(block + i, blocks) for i in range(self.blocks_per_cta)]
         positions = [(block + i - entry * blocks, entry) for i, entry in enumerate(entries)]
         for k in cutlass.range(cutlass.max(span[0], first), cutlass.min(span[1], last), unroll=1):
             barrier = self.open_stage(stages, state, parts)
@@ -298,6 +297,12 @@ class QkvGradientsBase:
                         error += cute.arch.shuffle_sync_bfly(error, distance) + lost
                     if lane < FOLD_COLUMNS:
                         tma.grad_norms[side][column] = total + error
+
+
+def batch_entry(block, blocks):
+    """The batch entry of a block of positions, `blocks` of which make an entry. More than small_quotient can divide fit
+    in a GPU's memory only with one an entry, which needs no division."""
+    return select(blocks == 1, block, small_quotient(block, blocks))
 
 
 def two_sum(a, b):

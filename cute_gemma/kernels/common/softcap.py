@@ -4,8 +4,8 @@ A cap bounds every logit, so softmax needs no running maximum: the shift of a ro
 score. tanh comes in two forms:
   * an odd polynomial in packed FMAs, of a degree that the range of |s * scale / cap| asks for (TANH_FITS);
   * `tanh.approx`, for any score, at one special-function (MUFU) operation more per score.
-Some exponentials of the first form can move from the MUFU pipe to the FMA pipe as well.
-Device functions that both architectures share.
+Some exponentials of the first form can move from the MUFU pipe to the FMA pipe as well. sm_100a uses all of them,
+sm_90a tanh.approx alone.
 """
 
 import math

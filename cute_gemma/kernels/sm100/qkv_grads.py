@@ -19,8 +19,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cute_gemma.kernels.common.filled_schedule import makespan
 from cute_gemma.kernels.common.gemm import TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
-from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, GradientLoads, QkvGradientsBase
-from cute_gemma.kernels.common.schedule import small_quotient
+from cute_gemma.kernels.common.qkv_grads import (
+    BLOCK_M,
+    DGRAD,
+    WGRAD,
+    GradientLoads,
+    QkvGradientsBase,
+    batch_entry,
+)
 from cute_gemma.kernels.sm100.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm100.gemm import EPILOGUE_WARPS, PersistentGemm
 from cute_gemma.kernels.sm100.tuning import BLOCK_K, EPILOGUE_CYCLES, SM_COUNT, GemmTuning, block_cycles
@@ -99,7 +105,7 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
                         boxes.store(tma.grad_weights[side], [(box_row, column) for column in columns])
             else:
                 blocks = cute.ceil_div(tma.seq, BLOCK_M)
-                entry = small_quotient(block, blocks)
+                entry = batch_entry(block, blocks)
                 box_row = (block - entry * blocks) * (BLOCK_M // BOX_ROWS) + box
                 boxes.store(tma.grad_hidden, [(box_row, column, entry) for column in columns])
 

@@ -19,8 +19,15 @@ from cutlass.cute.nvgpu import cpasync
 from cute_gemma.kernels.common.filled_schedule import FilledSchedule, plan_filled, plan_shared_filled
 from cute_gemma.kernels.common.gemm import BLOCK_K, TmaTensor
 from cute_gemma.kernels.common.norm_backward import NormBackwardTuning
-from cute_gemma.kernels.common.qkv_grads import BLOCK_M, DGRAD, WGRAD, QkvGradientsBase, gradient_sections
-from cute_gemma.kernels.common.schedule import TileSchedule, small_quotient
+from cute_gemma.kernels.common.qkv_grads import (
+    BLOCK_M,
+    DGRAD,
+    WGRAD,
+    QkvGradientsBase,
+    batch_entry,
+    gradient_sections,
+)
+from cute_gemma.kernels.common.schedule import TileSchedule
 from cute_gemma.kernels.sm90.boxes import BOX_COLUMNS, BOX_ROWS
 from cute_gemma.kernels.sm90.gemm import PersistentGemm, major_layout
 from cute_gemma.kernels.sm90.tuning import EPILOGUE_CYCLES, SHARE_CYCLES, SM_COUNT, GemmTuning, block_cycles
@@ -119,7 +126,7 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
                     boxes.store(tma.grad_weights[side], [(row, column) for column in columns])
         else:
             blocks = cute.ceil_div(tma.seq, BLOCK_M)
-            entry = small_quotient(block, blocks)
+            entry = batch_entry(block, blocks)
             row = (block - entry * blocks) * (BLOCK_M // BOX_ROWS) + box
             boxes.store(tma.grad_hidden, [(row, column, entry) for column in columns])
 
