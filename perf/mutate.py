@@ -7,9 +7,10 @@
 
 A mutant is killed by a report (any fault but a deadlock), by a deadlock (or by running 20 times as long), or
 by a wrong result: output bits other than the unmodified kernel's, which are the same under every schedule. It
-runs under `lazy` and then under `random:1` to `random:5`, on inputs that reach the changed statement, until it
-is killed; a change of rounding, which no schedule matters to, under `lazy` alone. Results are kept, so that a
-stopped run goes on where it was; `--retry` runs survivors anew.
+runs under `lazy` and then under `random:1` to `random:10`, on inputs that reach the changed statement, until it
+is killed; a change of a predicate under `lazy` and five of these, a change of rounding, which no schedule matters
+to, under `lazy` alone. Results are kept, so that a stopped run goes on where it was; `--retry` runs survivors
+anew.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from cute_gemma import emulator
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "tests" / "emulator" / "equivalent_mutants.txt"
 STATE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "cute_gemma" / "mutants"
-SCHEDULES = ("lazy", *(f"random:{seed}" for seed in range(1, 6)))
+SCHEDULES = ("lazy", *(f"random:{seed}" for seed in range(1, 11)))
+FEWER = {PREDICATE: 6, ROUNDING: 1}  # schedules of a group that does not get all
 REPORT, DEADLOCK, WRONG, SURVIVED, UNREACHED, INVALID = (
     "report", "deadlock", "wrong result", "survived", "not reached", "invalid",
 )  # fmt: skip
@@ -91,7 +93,7 @@ def run_mutant(mutant: Mutant, cases: list[Case], schedules: tuple[str, ...] = S
     def outcome(what: str, detail: str = "", by: str = "") -> Outcome:
         return Outcome(*known, what, detail, by, round(time.perf_counter() - start, 2))
 
-    for schedule in schedules[: 1 if mutant.group == ROUNDING else None]:
+    for schedule in schedules[: FEWER.get(mutant.group)]:
         for index, case in reached:
             by = f"{schedule}, inputs {index}"
             try:
