@@ -357,6 +357,28 @@ def test_allocation_waits_for_columns():
     run(body, aligned(1, np.uint32), block=64, module=MODULE, dynamic_smem=16)
 
 
+PAIR = """mov.u32 %r1, %ctaid.x; mov.u32 %r2, smem; ld.param.u64 %d1, [p0]; mov.u32 %r3, 0;
+setp.eq.u32 %p1, %r1, 0; @%p1 bra FIRST;
+DELAY: add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 5000; @%p2 bra DELAY; st.global.b32 [%d1], %r3;
+FIRST: {alloc} @!%p1 bra FREE; ld.global.b32 %r4, [%d1]; st.global.b32 [%d1+4], %r4; FREE: {free}"""
+PAIR_ALLOC = "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r2], 64;"
+PAIR_FREE = "ld.shared.b32 %r5, [%r2]; tcgen05.dealloc.cta_group::2.sync.aligned.b32 %r5, 64;"
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "eager", "random:1", "random:2"])
+def test_a_pair_allocates_together(schedule):
+    out = aligned(2, np.uint32)
+    run(PAIR.format(alloc=PAIR_ALLOC, free=PAIR_FREE), out, grid=2, cluster=2, module=MODULE, dynamic_smem=16,
+        schedule=schedule, hazards=False)  # fmt: skip
+    assert out[1] == 5000
+
+
+def test_an_allocation_that_the_peer_never_comes_to_is_a_deadlock():
+    alone = PAIR.format(alloc=f"@!%p1 bra SKIP; {PAIR_ALLOC} SKIP:", free=f"@!%p1 bra END; {PAIR_FREE} END:")
+    with pytest.raises(emu.DeadlockError, match="the peer CTA has not come to it"):
+        run(alone, aligned(2, np.uint32), grid=2, cluster=2, module=MODULE, dynamic_smem=16)
+
+
 @pytest.mark.parametrize(
     ("kind", "m", "n", "says"), [("bf16", 128, 24, "an N"), ("bf16", 192, 64, "an M"),
         ("bf16", 32, 64, "an M")]

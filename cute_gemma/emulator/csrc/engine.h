@@ -174,6 +174,8 @@ struct Cta {
   uint32_t free_registers;                   // of the CTA's pool, given up by setmaxnreg.dec
   // tmem_group: 1 + whether allocations are for a pair; 0: none yet
   uint32_t grid_waited, tmem_group, tmem_last_columns;
+  // allocations so far; 1 + the warp whose last one waits for the peer CTA's, or 0
+  uint32_t tmem_allocs, tmem_waiting;
   uint32_t last_d, last_d_epoch, last_d_comp, last_d_columns, last_d_warp;   // the accumulator checked last
 };
 

@@ -321,7 +321,7 @@ static void cta_start(Cluster *c, Cta *cta, const uint32_t *first) {
   for (uint32_t i = 0; i < cta->nmbars; i++) cta->mbar_index[cta->mbars[i].offset / 8] = 0;
   cta->nmbars = 0;
   cta->exited = cta->tmem_in_use = cta->relinquished = cta->tmem_group = 0;
-  cta->tmem_last_columns = 0;
+  cta->tmem_last_columns = cta->tmem_allocs = cta->tmem_waiting = 0;
   cta->grid_waited = cta->last_d_epoch = 0;
   cta->pipe_head = cta->pipe_tail = NULL;
   memset(cta->tmem_allocated, 0, sizeof cta->tmem_allocated);
@@ -522,6 +522,8 @@ static void describe_wait(const Warp *w, const Waiting *s, char *out, size_t siz
              s->id);
   } else if (s->kind == WAIT_REGISTERS) {
     snprintf(out, size, "setmaxnreg.inc: %u registers are free in the CTA", w->cta->free_registers);
+  } else if (w->cta->tmem_waiting == 1 + w->id) {
+    snprintf(out, size, "tcgen05.alloc: the peer CTA has not come to it");
   } else {
     snprintf(out, size, "tcgen05.alloc: %u TMEM columns are in use", w->cta->tmem_in_use);
   }

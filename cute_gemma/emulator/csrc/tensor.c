@@ -42,9 +42,20 @@ static int same_group(Warp *w, const Op *op, uint32_t pair) {
 
 static int power_of_two_columns(uint32_t n) { return n >= 32 && n <= TMEM_COLUMNS && !(n & (n - 1)); }
 
+// Issue granularity: both CTAs of a pair allocate together, and the first waits until the other has.
+static Status alloc_with_peer(Warp *w, const Op *op) {
+  Cta *cta = w->cta;
+  const uint32_t peer = cta->rank ^ 1;
+  const int alone = !(op->sub & 1) || peer >= w->launch->cluster_size;
+  const int done = alone || cluster_of(w)->ctas[peer].tmem_allocs >= cta->tmem_allocs;
+  cta->tmem_waiting = done ? 0 : 1 + w->id;
+  return done ? ST_NEXT : block(w, op, &(Waiting){.kind = WAIT_TMEM});
+}
+
 // tcgen05.alloc. sub 1: cta_group::2. Refs: shared address that receives the TMEM address, columns. imm:
 // offset.
 Status exec_tc_alloc(Warp *w, const Op *op, uint32_t mask) {
+  if (w->cta->tmem_waiting == 1 + w->id) return alloc_with_peer(w, op);
   const int32_t *refs = w->launch->program->refs + op->args;
   const uint32_t lane = first_lane(mask), columns = REG32(w, refs[1])[lane], to = REG32(w, refs[0])[lane] +
       (uint32_t)op->imm;
@@ -75,9 +86,13 @@ Status exec_tc_alloc(Warp *w, const Op *op, uint32_t mask) {
   cta->tmem_alloc_size[column] = (uint16_t)columns;
   cta->tmem_in_use += columns;
   memcpy(target->smem + (to & SMEM_OFFSET), &column, 4);
-  if (!w->launch->hazards) return ST_NEXT;
-  Agent x = agent_of(w, op);
-  return smem_touch(target, to & SMEM_OFFSET, 4, 1, &x) ? ST_NEXT : ST_FAULT;
+  if (w->launch->hazards) {
+    Agent x = agent_of(w, op);
+    if (!smem_touch(target, to & SMEM_OFFSET, 4, 1, &x)) return ST_FAULT;
+  }
+  cta->tmem_allocs++;
+  if (op->sub & 1) wake(cluster_of(w), NULL, WAIT_TMEM, NULL, 0);
+  return alloc_with_peer(w, op);
 }
 
 // tcgen05.dealloc. Refs: TMEM address, columns. Everything that used the columns must be ordered before.
