@@ -68,8 +68,8 @@ def dynamic(unit: Unit) -> Unit:
 
 @dataclass(frozen=True)
 class Dealt:
-    """Tiles dealt out in turn: so many full rounds, and the rest. Divided on the host: in a kernel's first
-    instructions a division takes hundreds of cycles."""
+    """Tiles dealt out in turn: so many full rounds, and the rest. Divided on the host: a kernel's first loads
+    wait for the chain of instructions that a division is."""
 
     rounds: Any
     rest: Any

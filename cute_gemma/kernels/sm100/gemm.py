@@ -228,7 +228,7 @@ class PersistentGemm(GemmBase):
         boxes = WarpBoxes(box_memory, warp * self.boxes)
         operands = self.stage_views(mmas, a_shared, b_shared)
 
-        first = dynamic(schedule.unit(worker, Int32(0)))  # its divisions, while the others come here
+        first = dynamic(schedule.unit(worker, Int32(0)))  # its arithmetic, while the others come here
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
 
         if warp == TMA_WARP:

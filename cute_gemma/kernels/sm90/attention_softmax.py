@@ -8,7 +8,7 @@ Two ways to shift the exponent:
   * fixed (a cap bounds the logits): p = 2^(log2e * cap * tanh(s * scale / cap)), tanh by tanh.approx. Nothing is
       ever rescaled. A score costs two multiplications, tanh, ex2, an addition and half a conversion. Polynomials in
       place of tanh, the way of the sm_100a kernel, lose here: with 1 ex2 and 4 multiply-adds a score, and their longer
-      code, the kernel took 5 % longer at S = 8192 and 47 % at S = 128 on an H200.
+      code, the kernel took 5 % longer at S = 8192 and 47 % at S = 128 on an H200 (graph replay, cold caches).
   * lazy (no cap, or one too large for fp32): p = 2^(log2e * scale * s - shift), the shift set well above the
       first tile's maximum and raised, with O rescaled, only where a weight grows beyond all bounds. It learns from
       the sums of weights, which are needed anyway, whether the tile was computed right, and does it anew from the

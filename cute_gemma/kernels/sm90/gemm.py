@@ -288,7 +288,7 @@ class PersistentGemm(GemmBase):
         layout = box_layout(BOX_ROWS, CONSUMER_WARPS * self.boxes)
         box_memory = smem.allocate_tensor(BFloat16, layout.outer, ALIGNMENT, swizzle=layout.inner)
         operands = self.stage_views(a_shared, b_shared)
-        first = dynamic(schedule.unit(worker, Int32(0)))  # its divisions, while the others come here
+        first = dynamic(schedule.unit(worker, Int32(0)))  # its arithmetic, while the others come here
 
         if cutlass.const_expr(self.tuning.share > 1):
             cute.arch.sync_threads()  # the rest of the cluster is waited for where tiles are added up
