@@ -108,6 +108,12 @@ class Attention(AttentionBase):
         return 2 if self.head_dim <= 128 else 1
 
     @property
+    def skips(self) -> bool:
+        """Whether no weights are computed for rows and keys beyond the sequence, and for the half of a diagonal tile that
+        no row of a warpgroup reads. Elsewhere registers are too short for the choice."""
+        return self.lead == 2 and self.mask != "tensor"
+
+    @property
     def shares_q(self) -> bool:
         """Whether out is staged in q's shared memory, because both together leave too little for keys and
         values."""

@@ -54,6 +54,14 @@ GIVEN = "given"
 
 
 @dataclass(frozen=True)
+class Read:
+    """keys: above 0 if a warpgroup reads any key of a block, else all weights are 0; may_be_none: whether it can be else."""
+
+    keys: Int32
+    may_be_none: cutlass.Constexpr[bool]
+
+
+@dataclass(frozen=True)
 class Lazy:
     """A thread's state of lazily shifted softmax. shift: one a row, in binary orders. rescale: what O, as of
     the tile before, is to be multiplied with where raised[0] is not 0."""
@@ -155,13 +163,14 @@ def exponents(scale: float, cap: float | None):
 
 
 @cute.jit
-def weights(rS, rP, sums, s, exponent: cutlass.Constexpr, view):
-    """Weights of a block, under a view or None: rP, an Int32 view of the A operand, and sums[row] += theirs. s: the
-    sequence length."""
+def weights(rS, rP, sums, read: Read, exponent: cutlass.Constexpr, view):
+    """Weights of a block, under a view or None: rP, an Int32 view of the A operand, and sums[row] += theirs."""
     tile = cute.make_rmem_tensor((ROWS,), Float32)
     tile.fill(0.0)
-    # Always so. Without a branch ptxas makes products wait (see lazy_weights).
-    if s > 0:
+    if cutlass.const_expr(read.may_be_none):
+        rP.fill(0)
+    # Always a branch. Without one ptxas makes products wait (see lazy_weights).
+    if read.keys > 0:
         _sum_and_pack(rS, rP, tile, exponent, None, view)
     _add(sums, tile)
 
@@ -183,17 +192,20 @@ def exponents_in_place(rS, s, exponent: cutlass.Constexpr):
 
 
 @cute.jit
-def lazy_weights(rS, rP, sums, lazy, exponent: cutlass.Constexpr, view, first: cutlass.Constexpr):
+def lazy_weights(rS, rP, sums, lazy, read: Read, exponent: cutlass.Constexpr, view, first: cutlass.Constexpr):
     """Weights of a block, under a view or None, and sums[row] += theirs. exponent: an increasing function of
     the score; first: whether this is the unit's first block, which sets the shifts."""
+    if cutlass.const_expr(read.may_be_none):
+        rP.fill(0)
     if cutlass.const_expr(first):
-        _raise_shifts(rS, rP, sums, lazy, exponent, view)
+        if read.keys > 0:
+            _raise_shifts(rS, rP, sums, lazy, exponent, view)
     else:
         tile = cute.make_rmem_tensor((ROWS,), Float32)
         tile.fill(0.0)
-        # Always so. Without a branch ptxas finds P written among products in flight, and makes them all wait
+        # Always a branch. Without one ptxas finds P written among products in flight, and makes them all wait
         # (C7513).
-        if lazy.shift[0] >= LOWEST:
+        if read.keys > 0:
             _sum_and_pack(rS, rP, tile, exponent, [-lazy.shift[row] for row in range(ROWS)], view)
         fine = Boolean(True)
         for row in cutlass.range_constexpr(ROWS):

@@ -1,9 +1,13 @@
 """Adding up a tile whose k blocks the two CTAs of a cluster have shared, through their shared memory.
 
 The parts of the first warpgroup's warps are one CTA's, the rest the other's, so that either finishes its own on
-all four of its SM's sub-partitions. Once the owner is done with its stages, the other CTA's warp of the same
-number stores its values there by st.async, whose bytes an mbarrier of the owner counts: no fence has to wait
-until they have arrived. x + y = y + x, so the sum does not depend on who adds.
+all four of its SM's sub-partitions. Once the owner's memory is free, the other CTA's warp of the same number
+stores its values there by st.async, whose bytes an mbarrier of the owner counts: no fence has to wait until they
+have arrived. x + y = y + x, so the sum does not depend on who adds.
+
+The memory is the boxes of the epilogue (boxes.py), those of the warp and of the one that gives its part away,
+free as soon as the tile before has left them; or the stages, free after the last product, where boxes are too small or
+still in use.
 """
 
 from __future__ import annotations
@@ -27,17 +31,18 @@ PARTS = CONSUMER_WARPS // 2  # that a CTA receives
 
 @dataclass(frozen=True)
 class ClusterSum:
-    """memory: fp32 pointer to PARTS parts of WARP * words values, 16-byte aligned.
+    """memory: fp32 pointers, 16-byte aligned, to the two halves of the warp's part, WARP * words values.
 
     barriers: BARRIERS mbarriers. Each serves once. rank, warp: of the caller; words: fp32 values of a part
-    that a thread holds.
+    that a thread holds. early: whether the memory is free before the products are done.
     """
 
-    memory: Any
+    memory: tuple
     barriers: Any
     rank: Any
     warp: Any
     words: cutlass.Constexpr[int]
+    early: cutlass.Constexpr[bool]
 
     @cute.jit
     def initialise(self) -> None:
@@ -48,33 +53,39 @@ class ClusterSum:
                 cute.arch.mbarrier_init(self.barriers + 1 + warp, 1)
 
     @cute.jit
+    def offer(self) -> None:
+        """Tells the other CTA that this warp no longer needs the memory."""
+        cute.arch.cluster_wait()  # until the other CTA has its barriers
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.barriers, 1 - self.rank)
+
+    @cute.jit
     def add(self, accumulator):
-        """True for the warp that owns its part of the tile, with the sum in the accumulator's place."""
-        values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, self.words // 4)))
+        """True for the warp that owns its part of the tile, with the sum in the accumulator's place. After `offer`."""
+        groups = self.words // 4
+        values = cute.make_tensor(accumulator.iterator, cute.make_layout((4, groups)))
         lane = cute.arch.lane_idx()
         owner = self.warp // PARTS
         arrived = self.barriers + 1 + self.warp
-        start = (self.memory + self.warp % PARTS * (WARP * self.words) + lane * 4).align(16)
-
-        cute.arch.cluster_wait()  # until the other CTA has its barriers
-        if lane == 0:  # the products that read the stages are the whole warp's, and done
-            cute.arch.mbarrier_arrive(self.barriers, 1 - self.rank)
+        halves = [(half + lane * 4).align(16) for half in self.memory]
+        places = [(i // (groups // 2), i % (groups // 2) * 4 * WARP) for i in range(groups)]
         if owner == self.rank:
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(arrived, WARP * self.words * 4)
             cute.arch.mbarrier_wait(arrived, 0)
-            part = cute.make_tensor(start, cute.make_layout(values.shape, stride=(1, 4 * WARP)))
-            for i in cutlass.range_constexpr(self.words // 4):
+            for i in cutlass.range_constexpr(groups):
+                half, offset = places[i]
                 received = cute.make_rmem_tensor(4, Float32)
-                cute.copy(self.atom(), part[None, i], received)
+                cute.copy(self.atom(), cute.make_tensor(halves[half] + offset, cute.make_layout(4)), received)
                 for j in cutlass.range_constexpr(4):
                     values[j, i] = values[j, i] + received[j]
         else:
             cute.arch.mbarrier_wait(self.barriers, 0)
-            remote = [cute.arch.map_dsmem_ptr(pointer, owner).toint() for pointer in (start, arrived)]
+            *remote, barrier = [cute.arch.map_dsmem_ptr(pointer, owner).toint() for pointer in (*halves, arrived)]
             bits = cute.recast_tensor(values, Int32)
-            for i in cutlass.range_constexpr(self.words // 4):  # a warp's 512 bytes at a time
-                store_async(remote, i * 16 * WARP, [bits[j, i] for j in range(4)])
+            for i in cutlass.range_constexpr(groups):  # a warp's 512 bytes at a time
+                half, offset = places[i]
+                store_async((remote[half], barrier), offset * 4, [bits[j, i] for j in range(4)])
         return owner == self.rank
 
     def atom(self):
@@ -82,7 +93,7 @@ class ClusterSum:
 
 
 @dsl_user_op
-def store_async(remote: list, offset: int, four: list, *, loc=None, ip=None) -> None:
+def store_async(remote: tuple, offset: int, four: list, *, loc=None, ip=None) -> None:
     """st.async of 16 bytes to remote[0] + offset, counted by the mbarrier at remote[1] (shared::cluster
     addresses).
 

@@ -179,9 +179,14 @@ class PersistentGemm(GemmBase):
         if wanted > fitting:
             raise ValueError(f"stages: {wanted}, but {fitting} of {self.tuning.stage_bytes} bytes fit")
         parts = PARTS * self.words * WARP * 4
-        if self.tuning.share > 1 and parts > wanted * self.tuning.stage_bytes:
+        if self.tuning.share > 1 and not self.adds_in_boxes and parts > wanted * self.tuning.stage_bytes:
             raise ValueError(f"stages: {wanted}, but parts of shared tiles take {parts} bytes of them")
         return wanted
+
+    @property
+    def adds_in_boxes(self) -> bool:
+        """Whether a warp's boxes hold half of its part of a shared tile, and are free while that is multiplied."""
+        return not self.defers and self.words * WARP * 4 <= 2 * self.boxes * BOX_BYTES
 
     @property
     def mma_tiler(self) -> tuple[int, int, int]:
@@ -278,7 +283,7 @@ class PersistentGemm(GemmBase):
         stages = self.make_stages(storage.stage_barriers.data_ptr())
         if cutlass.const_expr(self.tuning.share > 1):
             if warp == 1:
-                self.cluster_sum(None, storage.sum_barriers.data_ptr(), rank, warp).initialise()
+                self.cluster_sum((), storage.sum_barriers.data_ptr(), rank, warp).initialise()
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster_layout(), is_relaxed=True)
 
         scratch = self.make_scratch(smem)
@@ -310,9 +315,9 @@ class PersistentGemm(GemmBase):
             self.wait_for_launch_before()
             adder = workspace
             if cutlass.const_expr(self.tuning.share > 1):
-                address = cute.recast_ptr(a_shared.iterator, dtype=Int32).toint()
-                memory = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16)
-                adder = self.cluster_sum(memory, storage.sum_barriers.data_ptr(), rank, warp - FIRST_CONSUMER)
+                number = warp - FIRST_CONSUMER
+                memory = self.part_halves((box_memory if self.adds_in_boxes else a_shared).iterator, number)
+                adder = self.cluster_sum(memory, storage.sum_barriers.data_ptr(), rank, number)
             self.consume((stages, mmas, operands), (tma, scratch, boxes), adder, (schedule, worker, rank, first))
             boxes.finish()
 
@@ -333,7 +338,18 @@ class PersistentGemm(GemmBase):
         return stages
 
     def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
-        return ClusterSum(memory, barriers, rank, warp, self.words)
+        return ClusterSum(memory, barriers, rank, warp, self.words, self.adds_in_boxes)
+
+    def part_halves(self, memory, warp) -> tuple:
+        """fp32 pointers to the halves of a warp's part of a shared tile: its own boxes and those of the warp that gives
+        its part away, or one after the other in the stages."""
+        if self.adds_in_boxes:
+            offsets = [(warp + other) % CONSUMER_WARPS * (self.boxes * BOX_BYTES) for other in (0, PARTS)]
+        else:
+            part = warp % PARTS * (self.words * WARP * 4)
+            offsets = [part, part + self.words * WARP * 2]
+        start = cute.recast_ptr(memory, dtype=Int32).toint()
+        return tuple(cute.make_ptr(Float32, start + x, cute.AddressSpace.smem, assumed_align=16) for x in offsets)
 
     @cute.jit
     def drain(self, stages, state):
@@ -434,6 +450,12 @@ class PersistentGemm(GemmBase):
                 last = Int32(schedule.first_section_count(worker))
             accumulator = cute.make_rmem_tensor(mmas[kind].partition_shape_C(self.mma_tiler[:2]), Float32)
             for index in cutlass.range(begin, last, unroll=1):
+                # Shared tiles are the last ones, and so of the last kind.
+                shares = self.tuning.share > 1 and kind + 1 == len(mmas)
+                if cutlass.const_expr(shares and self.adds_in_boxes):
+                    if unit.pieces > 1:
+                        io[2].reclaim()
+                        workspace.offer()
                 queue = stages, state, unit.k_end - unit.k_begin
                 done = before
                 if cutlass.const_expr(kind == 0 and len(mmas) > 1):
@@ -453,9 +475,10 @@ class PersistentGemm(GemmBase):
                             schedule, workspace, unit, worker, number, self.tuning.unit_warps, self.words
                         )
                         complete = self.add_pieces(accumulator, pieces)
-                # Shared tiles are the last ones, and so of the last kind.
-                if cutlass.const_expr(self.tuning.share > 1 and kind + 1 == len(mmas)):
+                if cutlass.const_expr(shares):
                     if unit.pieces > 1:
+                        if cutlass.const_expr(not self.adds_in_boxes):
+                            workspace.offer()
                         complete = workspace.add(accumulator)
                 if complete:
                     pending.take(accumulator)
