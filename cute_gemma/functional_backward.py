@@ -84,7 +84,7 @@ def qkv_backward(
         recipe = _backward_recipes.keep(key, (*tensors, *given), recipe)
     elif given and _overlap(recipe, out, addresses):
         _check_out(out, recipe, tensors)  # which raises
-    outputs = None if out is None else recipe.new_outputs(tensors, out)
+    outputs = None if out is None else recipe.new_outputs(out)
     return recipe.run(tensors, addresses[: len(tensors)], outputs)
 
 
@@ -125,7 +125,7 @@ def plan_qkv_backward(
     )
     recipe = _backward_recipe(tensors, target, backend)
     _check_out(out, recipe, tensors)
-    return recipe.plan(tensors, recipe.new_outputs(tensors, out))
+    return recipe.plan(tensors, recipe.new_outputs(out))
 
 
 def _backward_recipe(tensors: Sequence[Tensor], target: str | None, backend: str | None) -> Recipe:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from cute_gemma.jit.arguments import check_arguments
 from cute_gemma.jit.compiler import Compiled, compile
+from cute_gemma.jit.prepared import PreparedLaunches
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.jit.target import resolve_target
 
@@ -91,11 +91,16 @@ def bind(kernel: Any, *args: Any, target: str | None = None) -> Callable[[], Non
     """What launches `kernel` on a GPU with these arguments, all checked and compiled now, on the stream that is
     current at each call. It stays with the memory that the tensors have now.
 
-    Raises what `launch` does for wrong arguments and targets.
+    Raises what `launch` does for wrong arguments, devices and targets.
     """
+    import torch
+
     checked = check_arguments(kernel.signature(), args)
-    resolved = resolve_target(target, _device_of(args))
-    return functools.partial(compile(kernel, resolved.name).gpu_function, *checked)
+    device = _device_of(args)
+    _check_cuda(device)
+    resolved = resolve_target(target, device)
+    launches = PreparedLaunches.bound(compile(kernel, resolved.name), checked, device.index)
+    return lambda: launches.run(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def _device_of(args: tuple[Any, ...]) -> Any:
@@ -106,11 +111,15 @@ def _device_of(args: tuple[Any, ...]) -> Any:
     return None
 
 
-def _launch_on_gpu(kernel: Any, args: tuple[Any, ...], target: str | None, stream: Any, device: Any) -> None:
+def _check_cuda(device: Any) -> None:
     if device is None or device.type != "cuda":
         raise ValueError(
             f"backend 'cuda' runs on CUDA tensors, got {'no tensor' if device is None else device}"
         )
+
+
+def _launch_on_gpu(kernel: Any, args: tuple[Any, ...], target: str | None, stream: Any, device: Any) -> None:
+    _check_cuda(device)
     key = (kernel, device.index, target)
     launcher = _gpu_launchers.get(key)
     if launcher is None:

@@ -56,6 +56,16 @@ class PreparedLaunches:
                 for call in self._calls:
                     call()
 
+    @classmethod
+    def bound(cls, compiled: Any, arguments: Sequence[Any], device: int) -> PreparedLaunches:
+        """One launch with these arguments, torch tensors of any strides among them, which it keeps."""
+        import tvm_ffi
+
+        launches = cls((), (), device)
+        converted = [tvm_ffi.from_dlpack(x) if hasattr(x, "data_ptr") else x for x in arguments]
+        launches._calls.append(gpu_call(compiled, converted))
+        return launches
+
     def _describe(self, dtype: Any, shape: tuple[int, ...], device: int) -> Any:
         """A TVM-FFI tensor without memory."""
         import torch
@@ -71,6 +81,6 @@ class PreparedLaunches:
         return tensor
 
 
-def gpu_call(compiled: Any, tensors: Sequence[Any]) -> Callable[[], None]:
-    """The call of a compiled kernel's host code on TVM-FFI tensors."""
-    return functools.partial(compiled.gpu_function, *tensors)
+def gpu_call(compiled: Any, arguments: Sequence[Any]) -> Callable[[], None]:
+    """The call of a compiled kernel's host code on TVM-FFI tensors and scalars."""
+    return functools.partial(compiled.gpu_function, *arguments)

@@ -92,14 +92,18 @@ def test_what_the_host_code_refuses_is_raised_and_nothing_follows():
         assert not reached and (y == 0).all()
 
 
-def test_binding_checks_the_arguments_and_leaves_the_device_to_the_host_code():
+def test_binding_checks_the_arguments():
     x, bias, y = torch.zeros(5, 8), torch.zeros(8), torch.zeros(5, 8)
     with pytest.raises(TypeError, match="bias: dtype torch.float64, expected torch.float32"):
         jit.bind(RowScale(), x, bias.double(), y, 1.0)
     with pytest.raises(ValueError, match=r"y: shape \(4, 8\), expected m = 5"):
         jit.bind(RowScale(), x, bias, y[:4], 1.0)
-    with pytest.raises(jit.UnsupportedTargetError, match="target: got 'sm_80'"):
-        jit.bind(RowScale(), x, bias, y, 1.0, target="sm_80")
-    launch = jit.bind(RowScale(), x, bias, y, 1.0)
+    with pytest.raises(ValueError, match="backend 'cuda' runs on CUDA tensors, got cpu"):
+        jit.bind(RowScale(), x, bias, y, 1.0)
+
+
+def test_a_bound_launch_takes_strides_and_scalars_and_leaves_the_device_to_the_host_code():
+    x, bias, y = torch.zeros(5, 8), torch.zeros(8), torch.zeros(5, 24)[:, 8:16]
+    launches = jit.PreparedLaunches.bound(jit.compile(RowScale()), (x, bias, y, 1.0), 0)
     with pytest.raises(ValueError, match="device_type=cuda"):
-        launch()
+        launches.run(0)
