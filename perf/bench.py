@@ -262,23 +262,26 @@ class Bench:
 
     def host_cost(self, number: str) -> None:
         """CPU microseconds of a warm call of the public function at the smallest case, of the same for each
-        of its launches, and of a launch of a plan that is made already."""
+        of its launches, of a launch of a plan that is made already, and, to compare with, of an addition in place and
+        of an allocation by torch."""
         problem = workload(number)
         batch, seq = min(((c.batch_size, c.seq_len) for c in suite_cases(number)), key=math.prod)
         inputs = self.inputs(problem, batch, seq)
         call = our_calls(problem, inputs, self.options.target)[records.OURS]
         plan = self._plan(number, inputs)
         plan.run()
-        call_us, launches = host_us(call, 1), len(plan.steps)
+        call_us, launches, one = host_us(call, 1), len(plan.steps), torch.zeros(1, device="cuda")
         found = {
-            "launch": host_us(plan.run, launches), "call": call_us, "call_per_launch": call_us / launches
+            "launch": host_us(plan.run, launches), "call": call_us, "call_per_launch": call_us / launches,
+            "torch_add": host_us(lambda: one.add_(1), 1), "torch_empty_like": host_us(lambda: torch.empty_like(one), 1),
         }  # fmt: skip
         self.result["facts"].setdefault("host_us", {})[number] = found
         records.save(self.result, self.options.json)
         print(
             f"{number} CPU time: {found['call']:.1f} us a warm call, "
             f"{found['call_per_launch']:.1f} us for each "
-            f"of its {launches} launches; {found['launch']:.1f} us a launch once planned",
+            f"of its {launches} launches; {found['launch']:.1f} us a launch once planned "
+            f"(torch: {found['torch_add']:.1f} us an addition in place, {found['torch_empty_like']:.1f} us empty_like)",
             flush=True,
         )
 
