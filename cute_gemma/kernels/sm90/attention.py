@@ -109,8 +109,8 @@ class Attention(AttentionBase):
 
     @property
     def skips(self) -> bool:
-        """Whether no weights are computed for rows and keys beyond the sequence, and for the half of a diagonal tile that
-        no row of a warpgroup reads. Elsewhere registers are too short for the choice."""
+        """Whether no weights are computed for a unit's first block if no row of a warpgroup reads any of it, as of a
+        diagonal tile's upper half. Elsewhere registers are too short for the choice."""
         return self.lead == 2 and self.mask != "tensor"
 
     @property

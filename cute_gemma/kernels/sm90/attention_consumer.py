@@ -46,12 +46,11 @@ softmax.lazy_weights; word: under a mask tensor, the next key tile's. """
 
 @dataclass(frozen=True)
 class Unit:
-    """A work unit as one thread sees it: the query tile, the warpgroup's first row, the last key tile, the sequence
-    length; under a mask tensor the tensor, which of its batches, minus each row's largest entry, and whether that is 0
-    throughout the warp."""
+    """A work unit as one thread sees it: the query tile, the last key tile, the sequence length; under a mask
+    tensor the tensor, which of its batches, minus each row's largest entry, and whether that is 0 throughout
+    the warp."""
 
     tile: Int32
-    first_row: Int32
     last: Int32
     s: Int32
     mask: cute.Tensor | None
@@ -162,7 +161,7 @@ def _unit(me, mask: cutlass.Constexpr, tile, batch, last, s):
             # A row with no key to attend to has no weights to shift.
             shift[i] = cutlass.select_(largest == -Float32.inf, Float32(0.0), -largest)
         plain = cute.arch.vote_all_sync(Boolean(shift[0] == 0.0) & Boolean(shift[1] == 0.0))
-    return Unit(tile, tile * TILE + me.group * ROWS, last, s, tensor, batch, shift, plain)
+    return Unit(tile, last, s, tensor, batch, shift, plain)
 
 
 # ---- the pipeline ------------------------------------------------------------------------------------------
@@ -333,9 +332,9 @@ def _clean_weights(kernel, me, unit, half, first):
     rS, rP = me.scores[half % kernel.lead], cute.recast_tensor(me.weights[half], Int32)
     exponent = softmax.exponents(kernel.scale, kernel.softcap)
     if kernel.fixed_shift:
-        softmax.weights(rS, rP, me.sums, _read(kernel, unit), exponent, None)
+        softmax.weights(rS, rP, me.sums, softmax.Read(unit.s, False), exponent, None)
     else:
-        softmax.lazy_weights(rS, rP, me.sums, me.lazy, _read(kernel, unit), exponent, None, first)
+        softmax.lazy_weights(rS, rP, me.sums, me.lazy, softmax.Read(unit.s, False), exponent, None, first)
 
 
 @cute.jit
@@ -346,7 +345,9 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
     row = _row(me, unit.tile)
     view = softmax.View(_last_keys(kernel, unit, tile, row, key), kernel.window)
     exponent = softmax.exponents(kernel.scale, kernel.softcap)
-    read = _read(kernel, unit, tile.j * TILE + ROWS if first and half == 0 else None)
+    read = softmax.Read(unit.s, False)
+    if cutlass.const_expr(first and kernel.skips):
+        read = _read_first(kernel, me, unit, tile)
     if cutlass.const_expr(kernel.mask == "tensor"):
         # Entries are read once, and what follows takes no more registers than without a mask.
         if cutlass.const_expr(kernel.fixed_shift):
@@ -364,17 +365,14 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
         softmax.lazy_weights(rS, rP, me.sums, me.lazy, read, exponent, view, first)
 
 
-def _read(kernel, unit, key=None):
-    """Whether any of the warpgroup's rows may read any key of a block: neither lies beyond the sequence, nor the keys
-    beyond the rows. key: the block's first, for the unit's first block, None for others, of which some are read."""
-    if kernel.skips:
-        found = unit.s - unit.first_row
-        if key is not None:
-            found = cutlass.min(found, unit.s - key)
-            if kernel.mask == "causal":
-                found = cutlass.min(found, unit.first_row + ROWS - key)
-        return softmax.Read(found, True)
-    return softmax.Read(unit.s, False)
+def _read_first(kernel, me, unit, tile):
+    """Whether any of the warpgroup's rows reads any key of a unit's first block, the upper half of its last key tile:
+    neither lies beyond the sequence, nor the keys beyond the rows."""
+    row, key = unit.tile * TILE + me.group * ROWS, tile.j * TILE + ROWS
+    found = cutlass.min(unit.s - row, unit.s - key)
+    if kernel.mask == "causal":
+        found = cutlass.min(found, row + ROWS - key)
+    return softmax.Read(found, True)
 
 
 def _last_keys(kernel, unit, tile, row, key):
