@@ -27,6 +27,7 @@ _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8
 # Scratch arguments that a kernel finds zeroed.
 _ZEROED = ("counters",)
 
+
 class Stage(NamedTuple):
     """One kernel launch. tensors: names of values by those of the kernel's arguments, in order; outputs: by the name of
     the reference's stage."""
@@ -74,23 +75,18 @@ class Recipe:
         return self.device.type == "cpu"
 
     @cached_property
-    def _makers(self) -> list[Callable[[], Tensor]]:
-        """Of each output."""
-        shapes = ((self.inputs[like].shape, dtype) for like, dtype in self.outputs.values())
-        return [partial(torch.empty, shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-
-    @cached_property
-    def _makers_on_current_gpu(self) -> list[Callable[[], Tensor]]:
-        """The same where the device is the current GPU."""
+    def _makers(self) -> tuple[list[Callable[[], Tensor]], list[Callable[[], Tensor]]]:
+        """What makes each output, on any device and where that is the current GPU."""
+        shapes = [(self.inputs[like].shape, dtype) for like, dtype in self.outputs.values()]
+        general = [partial(torch.empty, shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         if _empty_strided_cuda is None:
-            return self._makers
-        shapes = ((self.inputs[like].shape, dtype) for like, dtype in self.outputs.values())
-        return [partial(_empty_strided_cuda, shape, compact_strides(shape), dtype) for shape, dtype in shapes]
+            return general, general
+        return general, [partial(_empty_strided_cuda, shape, compact_strides(shape), dtype) for shape, dtype in shapes]
 
     def new_outputs(self, given: Sequence[Tensor | None] | None = None) -> list[Tensor]:
         """Memory for the outputs of a call: what is given of it, and new tensors for the rest."""
         current = not self.emulated and torch.cuda.current_device() == self.device.index
-        makers = self._makers_on_current_gpu if current else self._makers
+        makers = self._makers[current]
         if given is None:
             return [make() for make in makers]
         return [make() if value is None else value for make, value in zip(makers, given, strict=True)]

@@ -97,8 +97,8 @@ def bind(kernel: Any, *args: Any, target: str | None = None) -> Callable[[], Non
 
     checked = check_arguments(kernel.signature(), args)
     device = _device_of(args)
-    _check_cuda(device)
     resolved = resolve_target(target, device)
+    _check_cuda(device)
     launches = PreparedLaunches.bound(compile(kernel, resolved.name), checked, device.index)
     return lambda: launches.run(torch._C._cuda_getCurrentRawStream(device.index))
 

@@ -98,6 +98,8 @@ def test_binding_checks_the_arguments():
         jit.bind(RowScale(), x, bias.double(), y, 1.0)
     with pytest.raises(ValueError, match=r"y: shape \(4, 8\), expected m = 5"):
         jit.bind(RowScale(), x, bias, y[:4], 1.0)
+    with pytest.raises(jit.UnsupportedTargetError, match="target: got 'sm_80'"):
+        jit.bind(RowScale(), x, bias, y, 1.0, target="sm_80")
     with pytest.raises(ValueError, match="backend 'cuda' runs on CUDA tensors, got cpu"):
         jit.bind(RowScale(), x, bias, y, 1.0)
 

@@ -449,9 +449,9 @@ class PersistentGemm(GemmBase):
             if cutlass.const_expr(kind + 1 < len(mmas)):
                 last = Int32(schedule.first_section_count(worker))
             accumulator = cute.make_rmem_tensor(mmas[kind].partition_shape_C(self.mma_tiler[:2]), Float32)
+            # Shared tiles are the last ones, and so of the last kind.
+            shares = self.tuning.share > 1 and kind + 1 == len(mmas)
             for index in cutlass.range(begin, last, unroll=1):
-                # Shared tiles are the last ones, and so of the last kind.
-                shares = self.tuning.share > 1 and kind + 1 == len(mmas)
                 if cutlass.const_expr(shares and self.adds_in_boxes):
                     if unit.pieces > 1:
                         io[2].reclaim()
