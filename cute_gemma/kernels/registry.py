@@ -107,11 +107,11 @@ def _sm90_forward() -> ForwardKernels:
         return QKVProjection(*sizes, config.eps, config.qk_norm, tuning=tuning)
 
     def attention(config: AttentionConfig, mask: str, batch: int, seq: int) -> Any:
-        from .sm90.attention import Attention, MaskedAttention
+        from .sm90.attention import Attention, MaskedAttention, default_tuning
 
         sizes = (config.heads, config.kv_heads, config.head_dim, config.scale, config.softcap)
         if mask in ("causal", "none"):
-            return Attention(*sizes, mask, config.window)
+            return Attention(*sizes, mask, config.window, tuning=default_tuning(config.head_dim, seq))
         return MaskedAttention(*sizes, mask_dtype=mask)
 
     def output_projection(config: AttentionConfig, rows: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 from cute_gemma import jit
 from cute_gemma.emulator import Options, engine
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
-from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning, MaskedAttention
+from cute_gemma.kernels.sm90.attention import FEW_BLOCKS, Attention, AttentionTuning, MaskedAttention, default_tuning
 from cute_gemma.kernels.common.mask_scan import MaskScan
 
 from attention_cases import bits, errors, masks, suite_qkv
@@ -54,7 +54,7 @@ def check(kernel, batch, seq, mask=None, q_gain=1.0):
 @pytest.mark.parametrize("softcap", [50.0, None])
 def test_matches_float64_at_any_length(softcap, mask):
     for seq in (1, 64, 128, 131, 293, 512):
-        check(Attention(3, 1, 128, SCALE, softcap, mask), 2, seq)
+        check(Attention(3, 1, 128, SCALE, softcap, mask, tuning=default_tuning(128, seq)), 2, seq)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2)])
@@ -105,7 +105,7 @@ def test_strict_checks_over_several_units(head_dim, masked, monkeypatch):
     monkeypatch.setattr(engine, "_check_registers", lambda *_: None)
     kind = MaskedAttention if masked else Attention
     kernel = kind(2, 1, head_dim, head_dim**-0.5, 50.0)
-    kernel = replace(kernel, tuning=replace(kernel.tuning, sm_count=3))
+    kernel = replace(kernel, tuning=replace(kernel.tuning, sm_count=3, skips_empty=not masked))
     for name in ("random", "late keys") if masked else (None,):
         mask = masks(293, 2)[name].bfloat16() if masked else None
         for schedule in ("lazy", "random:1"):
@@ -184,7 +184,7 @@ def test_a_nan_does_not_reach_the_rows_without_keys_that_follow():
 @pytest.mark.parametrize("softcap", [50.0, None])
 def test_results_are_bit_identical_across_schedules(softcap):
     q, k, v = suite_qkv(1, 400, 2, 1, 128)
-    kernel = Attention(2, 1, 128, SCALE, softcap)
+    kernel = Attention(2, 1, 128, SCALE, softcap, tuning=default_tuning(128, 400))
     results = [bits(run(kernel, q, k, v, schedule=s)[0]) for s in ("lazy", "eager", "random:1", "random:2")]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -204,8 +204,21 @@ def test_interior_tile_costs_two_special_functions_a_score():
 @pytest.mark.parametrize("mask, seq, blocks", [("none", 128, 4), ("causal", 128, 3), ("none", 64, 2), ("causal", 131, 9)])
 def test_no_weights_for_first_blocks_that_nothing_reads(mask, seq, blocks):
     """blocks: of 64 rows and 64 keys that are computed. 4096 scores take as many lanes one tanh each."""
-    _, report = run(Attention(1, 1, 128, SCALE, 50.0, mask), *suite_qkv(1, seq, 1, 1, 128))
-    assert sum(n for op, n in report.by_opcode.items() if op.startswith("tanh")) == blocks * 4096 // 32
+    qkv = suite_qkv(1, seq, 1, 1, 128)
+    every, every_report = run(Attention(1, 1, 128, SCALE, 50.0, mask), *qkv)
+    short, report = run(Attention(1, 1, 128, SCALE, 50.0, mask, tuning=default_tuning(128, seq)), *qkv)
+    tanhs = [sum(n for op, n in r.by_opcode.items() if op.startswith("tanh")) for r in (report, every_report)]
+    tiles = math.ceil(seq / 128)
+    assert tanhs[0] == blocks * 4096 // 32
+    assert tanhs[1] == 4 * (tiles * (tiles + 1) // 2 if mask == "causal" else tiles**2) * 4096 // 32
+    assert torch.equal(bits(every), bits(short))
+
+
+def test_only_short_sequences_skip_first_blocks():
+    assert default_tuning(128, FEW_BLOCKS - 1).skips_empty
+    assert not default_tuning(128, FEW_BLOCKS).skips_empty and not default_tuning(128).skips_empty
+    assert not Attention(1, 1, 256, 1 / 16, 50.0, tuning=default_tuning(256, 1)).skips
+    assert not MaskedAttention(1, 1, 128, SCALE, 50.0, tuning=default_tuning(128, 1)).skips
 
 
 FAST = {("causal", 128, 50.0, None), ("causal", 256, 50.0, 4096), ("none", 128, None, None)}
@@ -229,6 +242,9 @@ def every_configuration():
     found += [Attention(24, 8, 128, SCALE, 50.0), MaskedAttention(24, 8, 128, SCALE, 50.0)]
     found += [Attention(8, 4, 256, 0.0625, None, window=1024), Attention(32, 16, 128, 168**-0.5, None)]
     found += [Attention(16, 8, 256, 0.0625, None, window=129)]
+    # What short sequences get, where that is another kernel.
+    short = [replace(kernel, tuning=default_tuning(kernel.head_dim, 1)) for kernel in found]
+    found += [kernel for kernel in short if kernel.skips]
     return [
         kernel if (kernel.mask, kernel.head_dim, kernel.softcap, kernel.window) in FAST
         else pytest.param(kernel, marks=pytest.mark.slow)
@@ -238,7 +254,8 @@ def every_configuration():
 
 def named(kernel):
     mask = getattr(kernel, "mask_dtype", kernel.mask)
-    return f"{mask}-{kernel.heads}-{kernel.head_dim}-{kernel.softcap}-{kernel.window}"
+    short = "-short" if kernel.skips else ""
+    return f"{mask}-{kernel.heads}-{kernel.head_dim}-{kernel.softcap}-{kernel.window}{short}"
 
 
 @pytest.mark.parametrize("kernel", every_configuration(), ids=named)

@@ -10,6 +10,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.schedule import TileSchedule, dynamic, plan
@@ -41,13 +43,15 @@ class TmaTensor:
 class TmaPartition:
     """One operand seen by one CTA: shared memory by stage, global memory by tile and k block.
 
-    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone.
+    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone. policy: of the L2 cache,
+    see `evict_first`, None for its own.
     """
 
     atom: Any
     shared: Any
     tiles: Any
     mask: Any = None
+    policy: Any = None
 
     def load(self, stage, barrier, *coordinates):
         """Fetch the tile at `coordinates` (tile, k block, ...) into `stage`, counted by `barrier`."""
@@ -57,7 +61,17 @@ class TmaPartition:
             self.shared[(None, stage)],
             tma_bar_ptr=barrier,
             mcast_mask=self.mask,
+            cache_policy=self.policy,
         )
+
+
+@dsl_user_op
+def evict_first(*, loc=None, ip=None) -> Int64:
+    """A policy under which what is read leaves the L2 cache before all else does (PTX ISA, createpolicy)."""
+    text = "createpolicy.fractional.L2::evict_first.b64 $0;"
+    return Int64(
+        llvm.inline_asm(T.i64(), [], text, "=l", asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip)
+    )
 
 
 class GemmBase:

@@ -6,8 +6,7 @@ stores its values there by st.async, whose bytes an mbarrier of the owner counts
 have arrived. x + y = y + x, so the sum does not depend on who adds.
 
 The memory is the boxes of the epilogue (boxes.py), those of the warp and of the one that gives its part away,
-free as soon as the tile before has left them; or the stages, free after the last product, where boxes are too small or
-still in use.
+offered shortly before the last product; or the stages, free after it, where boxes are too small or still in use.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ PARTS = CONSUMER_WARPS // 2  # that a CTA receives
 class ClusterSum:
     """memory: fp32 pointers, 16-byte aligned, to the two halves of the warp's part, WARP * words values.
 
-    barriers: BARRIERS mbarriers. Each serves once. rank, warp: of the caller; words: fp32 values of a part
-    that a thread holds. early: whether the memory is free before the products are done.
+    barriers: BARRIERS mbarriers. Each serves once. rank, warp: of the caller; words: fp32 values of a part that a
+    thread holds.
     """
 
     memory: tuple
@@ -42,7 +41,6 @@ class ClusterSum:
     rank: Any
     warp: Any
     words: cutlass.Constexpr[int]
-    early: cutlass.Constexpr[bool]
 
     @cute.jit
     def initialise(self) -> None:
@@ -54,7 +52,11 @@ class ClusterSum:
 
     @cute.jit
     def offer(self) -> None:
-        """Tells the other CTA that this warp no longer needs the memory."""
+        """Tells the other CTA that this warp no longer needs the memory.
+
+        Not before the TMA warp can load all that is left: compute-sanitizer's racecheck did not come to an end where
+        warps waited for the cluster while loads waited for them.
+        """
         cute.arch.cluster_wait()  # until the other CTA has its barriers
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.barriers, 1 - self.rank)

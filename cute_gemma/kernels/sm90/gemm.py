@@ -64,6 +64,7 @@ from cute_gemma.kernels.common.gemm import (
     TmaPartition,
     TmaTensor,
     Workspace,
+    evict_first,
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit, dynamic
 from cute_gemma.kernels.common.shared_rounds import plan_shared
@@ -164,6 +165,9 @@ class PersistentGemm(GemmBase):
     defers: bool = (
         False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
     )
+    # Whether B passes through the L2 cache without displacing what lies there. Where that has been written, each line
+    # displaced is a write to memory: of 31.5 MB of weights, 11 us instead of 8 on an H200.
+    streams_b: bool = False
 
     # ---- shapes
     # ---------------------------------------------------------------------------------------------------
@@ -338,7 +342,7 @@ class PersistentGemm(GemmBase):
         return stages
 
     def cluster_sum(self, memory, barriers, rank, warp) -> ClusterSum:
-        return ClusterSum(memory, barriers, rank, warp, self.words, self.adds_in_boxes)
+        return ClusterSum(memory, barriers, rank, warp, self.words)
 
     def part_halves(self, memory, warp) -> tuple:
         """fp32 pointers to the halves of a warp's part of a shared tile: its own boxes and those of the warp that gives
@@ -386,7 +390,8 @@ class PersistentGemm(GemmBase):
         them."""
         sharers = self.tuning.cluster_m
         mask = None if sharers == 1 else Int16((1 << sharers) - 1)
-        return self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank % sharers, sharers, mask))
+        part = self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank % sharers, sharers, mask))
+        return replace(part, policy=evict_first()) if self.streams_b else part
 
     @staticmethod
     def _partition(tma: TmaTensor, shared, tiler, sharers=(0, 1, None)) -> TmaPartition:
@@ -452,10 +457,6 @@ class PersistentGemm(GemmBase):
             # Shared tiles are the last ones, and so of the last kind.
             shares = self.tuning.share > 1 and kind + 1 == len(mmas)
             for index in cutlass.range(begin, last, unroll=1):
-                if cutlass.const_expr(shares and self.adds_in_boxes):
-                    if unit.pieces > 1:
-                        io[2].reclaim()
-                        workspace.offer()
                 queue = stages, state, unit.k_end - unit.k_begin
                 done = before
                 if cutlass.const_expr(kind == 0 and len(mmas) > 1):
@@ -464,6 +465,10 @@ class PersistentGemm(GemmBase):
                 state, last_block, following = self.multiply(
                     mmas[kind], fragments[kind], accumulator, queue, ahead
                 )
+                if cutlass.const_expr(shares and self.adds_in_boxes):
+                    if unit.pieces > 1:
+                        io[2].reclaim()
+                        workspace.offer()
                 ready = self.before_epilogue(unit, io, row)
                 warpgroup.wait_group(0)
                 stages.consumer_release(last_block)

@@ -94,6 +94,7 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
     qk_norm: bool = True
     save_for_backward: bool = False
     tuning: GemmTuning | None = None
+    streams_b = True
 
     def __post_init__(self) -> None:
         if self.tuning is None:
