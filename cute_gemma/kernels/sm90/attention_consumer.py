@@ -350,10 +350,7 @@ def _cut_weights(kernel, me, unit, tile, half: cutlass.Constexpr, first: cutlass
         read = _read_first(kernel, me, unit, tile)
     if cutlass.const_expr(kernel.mask == "tensor"):
         # Entries are read once, and what follows takes no more registers than without a mask.
-        if cutlass.const_expr(kernel.fixed_shift):
-            softmax.exponents_in_place(rS, unit.s, exponent)
-        else:
-            softmax.to_exponents(rS, exponent)
+        softmax.to_exponents(rS, unit.s, exponent)
         _add_mask(rS, unit, tile, row, key, view, cute.size(rS) if kernel.lead == 2 else 8)
         if cutlass.const_expr(kernel.fixed_shift):
             softmax.weights(rS, rP, me.sums, read, softmax.given, softmax.GIVEN)

@@ -106,13 +106,6 @@ def given(s):
     return s, Float32(1.0)
 
 
-def to_exponents(rS, exponent):
-    """Puts exponents in the place of scores."""
-    for e in range(cute.size(rS)):
-        a, b = exponent(rS[e])
-        rS[e] = a * b
-
-
 def _sum_and_pack(rS, rP, tile, exponent, shift=None, view=None):
     """Weights 2^(exponent of the score + shift of its row): rP, and tile[row] = their sums. Where a view
     hides keys a row may have few: it sums the rounded weights, so that a lone key weighs exactly 1."""
@@ -154,6 +147,16 @@ def _afresh(view):
     return View(tuple(unseen(x) for x in view.last), view.window)
 
 
+@cute.jit
+def to_exponents(rS, s, exponent: cutlass.Constexpr):
+    """Puts exponents in the place of scores."""
+    # Always so: s is above 0. Without a branch ptxas takes more registers than there are.
+    if s > 0:
+        for e in cutlass.range_constexpr(cute.size(rS)):
+            a, b = exponent(rS[e])
+            rS[e] = a * b
+
+
 def exponents(scale: float, cap: float | None):
     """The exponent function of a score."""
     return partial(_uncapped, scale) if cap is None else partial(_capped, Softcap(scale, cap))
@@ -178,14 +181,6 @@ def weights(rS, rP, sums, read: Read, exponent: cutlass.Constexpr, view):
 def _add(sums, tile):
     for row in range(ROWS):
         sums[row] = settle(sums[row] + tile[row])
-
-
-@cute.jit
-def exponents_in_place(rS, s, exponent: cutlass.Constexpr):
-    """Puts exponents in the place of scores."""
-    # Always so. Without a branch ptxas takes more registers than there are.
-    if s > 0:
-        to_exponents(rS, exponent)
 
 
 # ---- lazy shift --------------------------------------------------------------------------------------------
