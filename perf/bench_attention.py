@@ -13,10 +13,13 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 
 import torch
 
 from cute_gemma import jit
+from cute_gemma.config import AttentionConfig
+from cute_gemma.kernels.registry import forward_kernels
 
 TARGETS = {9: "sm_90a", 10: "sm_100a"}
 
@@ -25,14 +28,11 @@ def target():
     return TARGETS[torch.cuda.get_device_capability()[0]]
 
 
-def attention_kernel(heads, kv_heads, head_dim, softcap, mask="causal", **tuning):
-    """The kernel for the current GPU."""
-    if target() == "sm_90a":
-        from cute_gemma.kernels.sm90.attention import Attention, AttentionTuning
-    else:
-        from cute_gemma.kernels.sm100.attention import Attention, AttentionTuning
-    chosen = AttentionTuning(**tuning) if tuning else None
-    return Attention(heads, kv_heads, head_dim, head_dim**-0.5, softcap, mask, tuning=chosen)
+def attention_kernel(b, s, heads, kv_heads, head_dim, softcap, mask="causal", **tuning):
+    """The current GPU's kernel for these sizes. tuning: what differs from its own."""
+    config = AttentionConfig(heads=heads, kv_heads=kv_heads, head_dim=head_dim, softcap=softcap)
+    kernel = forward_kernels(target()).attention(config, mask, b, s)
+    return replace(kernel, tuning=replace(kernel.tuning, **tuning))
 
 
 def draw(b, s, heads, kv_heads, head_dim, magnitude=2.0, seed=0):
@@ -97,7 +97,7 @@ def check(cases, **tuning):
     failures = 0
     for name, b, s, h, kv, d, softcap, mask, magnitude in cases:
         q, k, v = draw(b, s, h, kv, d, magnitude)
-        kernel = attention_kernel(h, kv, d, softcap, mask, **tuning)
+        kernel = attention_kernel(b, s, h, kv, d, softcap, mask, **tuning)
         out = run(kernel, q, k, v)
         again = run(kernel, q, k, v)
         e = error(out, exact(q, k, v, softcap, mask == "causal"))
@@ -114,7 +114,7 @@ def contestants(b, s, h, kv, d, softcap, variants, peers):
     q, k, v = draw(b, s, h, kv, d)
     found = {}
     for name, tuning in variants.items():
-        kernel, out = attention_kernel(h, kv, d, softcap, **tuning), torch.empty_like(q)
+        kernel, out = attention_kernel(b, s, h, kv, d, softcap, **tuning), torch.empty_like(q)
         found[name] = lambda kernel=kernel, out=out: jit.launch(kernel, q, k, v, out, target=target())
     if not peers:
         return found

@@ -326,21 +326,24 @@ def _attention_targets(arch: str) -> list[Target]:
         several = (*((1, *case) for case in cases), *few)
         return lambda: [_logits(batch, seq, head_dim, gains) for batch, seq, *gains in several]
 
-    # What one architecture alone has: first blocks that are skipped, as in short sequences; query tiles that two
-    # warpgroups share, as small grids get them.
+    # First blocks are skipped, as in short sequences.
     skips = {} if arch == "sm_100a" else {"skips_empty": True}
+    # What one architecture alone has: query tiles that two warpgroups share, as small grids get them; below, no block
+    # skipped.
     own = [
         Target("attention, one query tile", kernel(False, 2, 1, 128, SCALE, 50.0, "causal", query_tiles=1),
                logits(128, (520, 0.5, 20.0), (520, 20.0, 0.5), (520, 120.0, 1.0), (300, 1.0, 1.0)), arch),
         Target("attention, no cap, one query tile", kernel(False, 2, 1, 128, SCALE, None, "causal", query_tiles=1),
                logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
     ]  # fmt: skip
+    capped = logits(128, (700, 0.5, 20.0), (700, 20.0, 0.5), (700, 120.0, 1.0), (300, 1.0, 1.0))
+    every = Target("attention, every block", kernel(False, 2, 1, 128, SCALE, 50.0, "causal"), capped, arch)
     return [
         *(own if arch == "sm_100a" else []),
-        Target("attention", kernel(False, 2, 1, 128, SCALE, 50.0, "causal", **skips),
-               logits(128, (700, 0.5, 20.0), (700, 20.0, 0.5), (700, 120.0, 1.0), (300, 1.0, 1.0)), arch),
-        Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none"),
+        Target("attention", kernel(False, 2, 1, 128, SCALE, 50.0, "causal", **skips), capped, arch),
+        Target("attention, no cap", kernel(False, 2, 1, 128, SCALE, None, "none", **skips),
                logits(128, (700, 0.3, 4.0), (700, 4.0, 0.3), (300, 1.0, 1.0)), arch),
+        *([every] if arch == "sm_90a" else []),
         Target("attention, mask", kernel(True, 2, 1, 128, SCALE, 50.0),
                lambda: [_masked(batch, mask(seq), arch, gains) for batch, mask, seq, *gains in masked], arch),
         Target("attention, head_dim 256", kernel(False, 2, 1, 256, 1 / 16, 50.0, "causal"),

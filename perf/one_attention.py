@@ -12,7 +12,7 @@ from bench_attention import attention_kernel, draw, target
 from cute_gemma import jit
 
 s, cap, seconds = int(sys.argv[1]), None if sys.argv[2] == "none" else float(sys.argv[2]), float(sys.argv[3])
-kernel = attention_kernel(24, 8, 128, cap, **{k: int(v) for k, v in (a.split("=") for a in sys.argv[4:])})
+kernel = attention_kernel(1, s, 24, 8, 128, cap, **{k: int(v) for k, v in (a.split("=") for a in sys.argv[4:])})
 q, k, v = draw(1, s, 24, 8, 128)
 out = torch.empty_like(q)
 jit.launch(kernel, q, k, v, out, target=target())

@@ -9,9 +9,11 @@ import torch
 
 from cute_gemma import jit
 from cute_gemma.emulator import Options, engine
+from cute_gemma.config import AttentionConfig
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
-from cute_gemma.kernels.sm90.attention import FEW_BLOCKS, Attention, AttentionTuning, MaskedAttention, default_tuning
+from cute_gemma.kernels.sm90.attention import SHORT_SEQUENCE, Attention, AttentionTuning, MaskedAttention, default_tuning
 from cute_gemma.kernels.common.mask_scan import MaskScan
+from cute_gemma.kernels.registry import forward_kernels
 
 from attention_cases import bits, errors, masks, suite_qkv
 
@@ -40,7 +42,9 @@ def run(kernel, q, k, v, mask=None, **options):
 
 
 def check(kernel, batch, seq, mask=None, q_gain=1.0):
-    """Runs on the suite's q, k, v and asserts the error: below LIMIT, and not above eager bf16's."""
+    """Runs the kernel as tuned for the length on the suite's q, k, v and asserts the error: below LIMIT, and not above
+    eager bf16's."""
+    kernel = replace(kernel, tuning=default_tuning(kernel.head_dim, seq))
     q, k, v = suite_qkv(batch, seq, kernel.heads, kernel.kv_heads, kernel.head_dim)
     q = (q.float() * q_gain).bfloat16()
     out, report = run(kernel, q, k, v, mask)
@@ -54,7 +58,7 @@ def check(kernel, batch, seq, mask=None, q_gain=1.0):
 @pytest.mark.parametrize("softcap", [50.0, None])
 def test_matches_float64_at_any_length(softcap, mask):
     for seq in (1, 64, 128, 131, 293, 512):
-        check(Attention(3, 1, 128, SCALE, softcap, mask, tuning=default_tuning(128, seq)), 2, seq)
+        check(Attention(3, 1, 128, SCALE, softcap, mask), 2, seq)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2)])
@@ -97,15 +101,17 @@ def test_more_units_than_ctas():
     assert few[1].mma_flops == whole[1].mma_flops
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_strict_checks_over_several_units(head_dim, masked, monkeypatch):
+@pytest.mark.parametrize(
+    "head_dim, masked, skips",
+    [(128, False, False), (128, False, True), (128, True, False), (256, False, False), (256, True, False)],
+)
+def test_strict_checks_over_several_units(head_dim, masked, skips, monkeypatch):
     """Every phase of a barrier is waited for, in units of none, one and several key tiles."""
     # Some registers stay unwritten on paths that never run.
     monkeypatch.setattr(engine, "_check_registers", lambda *_: None)
     kind = MaskedAttention if masked else Attention
     kernel = kind(2, 1, head_dim, head_dim**-0.5, 50.0)
-    kernel = replace(kernel, tuning=replace(kernel.tuning, sm_count=3, skips_empty=not masked))
+    kernel = replace(kernel, tuning=replace(kernel.tuning, sm_count=3, skips_empty=skips))
     for name in ("random", "late keys") if masked else (None,):
         mask = masks(293, 2)[name].bfloat16() if masked else None
         for schedule in ("lazy", "random:1"):
@@ -201,7 +207,9 @@ def test_interior_tile_costs_two_special_functions_a_score():
     assert not any(op.startswith("div") for op, n in tile.items() if n)
 
 
-@pytest.mark.parametrize("mask, seq, blocks", [("none", 128, 4), ("causal", 128, 3), ("none", 64, 2), ("causal", 131, 9)])
+@pytest.mark.parametrize(
+    "mask, seq, blocks", [("none", 128, 4), ("causal", 128, 3), ("none", 64, 2), ("causal", 131, 9)]
+)
 def test_no_weights_for_first_blocks_that_nothing_reads(mask, seq, blocks):
     """blocks: of 64 rows and 64 keys that are computed. 4096 scores take as many lanes one tanh each."""
     qkv = suite_qkv(1, seq, 1, 1, 128)
@@ -215,10 +223,13 @@ def test_no_weights_for_first_blocks_that_nothing_reads(mask, seq, blocks):
 
 
 def test_only_short_sequences_skip_first_blocks():
-    assert default_tuning(128, FEW_BLOCKS - 1).skips_empty
-    assert not default_tuning(128, FEW_BLOCKS).skips_empty and not default_tuning(128).skips_empty
-    assert not Attention(1, 1, 256, 1 / 16, 50.0, tuning=default_tuning(256, 1)).skips
-    assert not MaskedAttention(1, 1, 128, SCALE, 50.0, tuning=default_tuning(128, 1)).skips
+    build, config = forward_kernels(TARGET).attention, AttentionConfig(heads=3, kv_heads=1)
+    assert build(config, "causal", 1, SHORT_SEQUENCE - 1).skips
+    assert not build(config, "causal", 1, SHORT_SEQUENCE).skips
+    assert not build(config, "bf16", 1, 1).skips
+    assert build(config, "bf16", 1, 1) == build(config, "bf16", 1, SHORT_SEQUENCE), "one kernel for all lengths"
+    wide = replace(config, head_dim=256)
+    assert build(wide, "causal", 1, 1) == build(wide, "causal", 1, SHORT_SEQUENCE)
 
 
 FAST = {("causal", 128, 50.0, None), ("causal", 256, 50.0, 4096), ("none", 128, None, None)}
@@ -236,7 +247,8 @@ def every_configuration():
     # A cap beyond the fixed shift, and a small one.
     for head_dim, softcap in itertools.product((64, 128, 256), (1000.0, 5.0)):
         found.append(Attention(16, 8, head_dim, head_dim**-0.5, softcap))
-        found.append(MaskedAttention(16, 8, head_dim, head_dim**-0.5, softcap))
+        for dtype in ("bf16", "f32"):
+            found.append(MaskedAttention(16, 8, head_dim, head_dim**-0.5, softcap, mask_dtype=dtype))
     # The suite's and the presets'.
     found += [Attention(24, 8, 128, SCALE, 50.0), MaskedAttention(24, 8, 128, SCALE, 50.0)]
     found += [Attention(8, 4, 256, 0.0625, None, window=1024), Attention(32, 16, 128, 168**-0.5, None)]

@@ -2,6 +2,7 @@
 cubin."""
 
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -323,6 +324,26 @@ def test_default_tunings_keep_everything_in_registers(rows):
     assert_in_registers(QKVProjection(3072, 24, 8, tuning=tuning))
     tuning = qkv_grads.default_tuning(1, rows, 640, 6, 256)
     assert_in_registers(QkvGradients(640, 4, 1, 256, tuning))
+
+
+@pytest.mark.parametrize(
+    "kernel, weights",
+    [
+        (OutputProjection(328, 1032, GemmTuning(128, 128, share=2)), 1),
+        (OutputProjection(328, 1032, GemmTuning(128, 128, cluster_m=2)), 1),
+        (QKVProjection(264, 2, 1, tuning=GemmTuning(128, 128)), 3),
+        (QkvGradients(200, 2, 1, 256, GemmTuning(128, 128)), 0),
+    ],
+    ids=lambda x: f"{type(x).__name__} {x.tuning}" if hasattr(x, "tuning") else None,
+)
+def test_weights_of_the_projections_alone_are_read_evict_first(kernel, weights):
+    """In each of the loops over k blocks."""
+    (report,) = jit.inspect(kernel, TARGET)
+    ptx = report.ptx_path.read_text()
+    policies = re.findall(r"createpolicy\.fractional\.L2::evict_first\.b64\s+(%rd\d+);", ptx)
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S*global\S*complete_tx\S*L2::cache_hint [^;]*, (%rd\d+);", ptx)
+    assert len(policies) == bool(weights) and loads
+    assert sum(policy in policies for policy in loads) * (weights + 1) == len(loads) * weights
 
 
 def assert_in_registers(kernel):

@@ -10,8 +10,6 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cute_gemma.jit.signature import TensorArg
 from cute_gemma.kernels.common.schedule import TileSchedule, dynamic, plan
@@ -43,8 +41,8 @@ class TmaTensor:
 class TmaPartition:
     """One operand seen by one CTA: shared memory by stage, global memory by tile and k block.
 
-    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone. policy: of the L2 cache,
-    see `evict_first`, None for its own.
+    mask: the CTAs of the cluster that receive what this CTA fetches, None for itself alone. policy: a createpolicy's
+    of the L2 cache, None for its own.
     """
 
     atom: Any
@@ -63,15 +61,6 @@ class TmaPartition:
             mcast_mask=self.mask,
             cache_policy=self.policy,
         )
-
-
-@dsl_user_op
-def evict_first(*, loc=None, ip=None) -> Int64:
-    """A policy under which what is read leaves the L2 cache before all else does (PTX ISA, createpolicy)."""
-    text = "createpolicy.fractional.L2::evict_first.b64 $0;"
-    return Int64(
-        llvm.inline_asm(T.i64(), [], text, "=l", asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip)
-    )
 
 
 class GemmBase:

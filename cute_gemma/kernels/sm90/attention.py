@@ -38,9 +38,8 @@ ALIGN = 1024  # the 128-byte swizzle repeats every 1024 bytes
 _ROWS = (1, 3, 2, 0)  # (B, S, heads, D) to (S, D, (heads, B))
 # Registers a thread: (consumer, load warpgroup). 2 * 128 * 240 + 128 * 24 of the SM's 65,536.
 CONSUMER_REGISTERS, LOAD_REGISTERS = 240, 24
-# Sequences shorter than this gain by skipping the first block: on an H200 5% of attention's time at 613, nothing at
-# 1024; at 2053 it takes 4% longer then.
-FEW_BLOCKS = 1024
+# Below this first blocks are skipped: on an H200 5% off attention's time at 613, nothing at 1024, 4% more at 2053.
+SHORT_SEQUENCE = 1024
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class AttentionTuning:
 
     sm_count: CTAs in flight. stages: blocks of keys, and as many of values, in flight; a power of two.
     skips_empty: whether no weights are computed for a unit's first block if no row of a warpgroup reads any of it, as
-    of a diagonal tile's upper half; only where D <= 128 and there is no mask tensor. It makes every other block slower.
+    of a diagonal tile's upper half. Longer sequences lose by it, see SHORT_SEQUENCE.
     """
 
     sm_count: int = 132
@@ -59,8 +58,9 @@ class AttentionTuning:
 
 def default_tuning(head_dim: int, seq: int | None = None) -> AttentionTuning:
     """All of an H100's or H200's SMs, and as many stages as shared memory holds. seq: S, if it is known."""
-    short = seq is not None and seq < FEW_BLOCKS
-    return AttentionTuning(stages=4 if head_dim <= 128 else 2, skips_empty=short)
+    if head_dim > 128:
+        return AttentionTuning(stages=2)
+    return AttentionTuning(skips_empty=seq is not None and seq < SHORT_SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Attention(AttentionBase):
 
     @property
     def skips(self) -> bool:
-        """See AttentionTuning.skips_empty. Elsewhere registers are too short for the choice."""
+        """Whether `skips_empty` applies: at D > 128 and under a mask tensor registers are too short for the choice."""
         return self.tuning.skips_empty and self.lead == 2 and self.mask != "tensor"
 
     @property

@@ -55,7 +55,8 @@ GIVEN = "given"
 
 @dataclass(frozen=True)
 class Read:
-    """keys: above 0 if a warpgroup reads any key of a block, else all weights are 0; may_be_none: whether it can be else."""
+    """keys: above 0 if a warpgroup reads any key of a block, else all weights are 0; may_be_none: whether it can be
+    else."""
 
     keys: Int32
     may_be_none: cutlass.Constexpr[bool]

@@ -6,7 +6,7 @@ stores its values there by st.async, whose bytes an mbarrier of the owner counts
 have arrived. x + y = y + x, so the sum does not depend on who adds.
 
 The memory is the boxes of the epilogue (boxes.py), those of the warp and of the one that gives its part away,
-offered shortly before the last product; or the stages, free after it, where boxes are too small or still in use.
+offered while the last block is multiplied; or the stages, free after that, where boxes are too small or still in use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cute_gemma.kernels.common.gemm import WARP
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS
 
-# mbarriers: "the other CTA's stages are free", then for each warp "its part is here".
+# mbarriers: "the other CTA's memory is free", then for each warp "its part is here".
 BARRIERS = 1 + CONSUMER_WARPS
 PARTS = CONSUMER_WARPS // 2  # that a CTA receives
 
@@ -44,7 +44,7 @@ class ClusterSum:
 
     @cute.jit
     def initialise(self) -> None:
-        """By one warp, before all threads of the cluster arrive at its barrier, for which `add` waits."""
+        """By one warp, before all threads of the cluster arrive at its barrier, for which `offer` waits."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_init(self.barriers, CONSUMER_WARPS)
             for warp in cutlass.range_constexpr(CONSUMER_WARPS):
@@ -54,8 +54,8 @@ class ClusterSum:
     def offer(self) -> None:
         """Tells the other CTA that this warp no longer needs the memory.
 
-        Not before the TMA warp can load all that is left: compute-sanitizer's racecheck did not come to an end where
-        warps waited for the cluster while loads waited for them.
+        Called once all of the tile's blocks have arrived: compute-sanitizer's racecheck hangs where warps wait for the
+        cluster while this CTA's loads wait for those warps to release stages.
         """
         cute.arch.cluster_wait()  # until the other CTA has its barriers
         if cute.arch.lane_idx() == 0:

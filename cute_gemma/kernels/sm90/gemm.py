@@ -31,7 +31,8 @@ To make a GEMM, subclass `PersistentGemm` and give it
 and call `launch` from its host entry.
 
 PDL: `early` loads must not depend on the preceding kernel in the stream (weights); they fill `early_stages`
-of the stages before griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the last load.
+of the stages before griddepcontrol.wait. Everything else happens after it. launch_dependents is issued with the
+last load.
 
 Budgets (CUDA programming guide, "Compute capabilities" for 9.0): 227 KB of shared memory a CTA; 65,536
 registers, of which a consumer thread's accumulators take tile_m * tile_n / 256.
@@ -48,7 +49,9 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int16, Int32, Int64
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -64,7 +67,6 @@ from cute_gemma.kernels.common.gemm import (
     TmaPartition,
     TmaTensor,
     Workspace,
-    evict_first,
 )
 from cute_gemma.kernels.common.schedule import TileSchedule, Unit, dynamic
 from cute_gemma.kernels.common.shared_rounds import plan_shared
@@ -139,9 +141,16 @@ def major_layout(major: str):
     return LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR
 
 
+@dsl_user_op
+def evict_first(*, loc=None, ip=None) -> Int64:
+    """A policy under which what is read leaves the L2 cache before all else does (PTX ISA, createpolicy)."""
+    text = "createpolicy.fractional.L2::evict_first.b64 $0;"
+    return Int64(llvm.inline_asm(T.i64(), [], text, "=l", asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip))
+
+
 def prefetch_descriptors(tma: Any) -> None:
-    """Of every TmaTensor in a dataclass or tuple. Those of outputs and late operands would else be fetched when they are
-    waited for."""
+    """Of every TmaTensor in a dataclass or tuple. Those of outputs and late operands would else be fetched when they
+    are waited for."""
     if isinstance(tma, TmaTensor):
         cpasync.prefetch_descriptor(tma.atom)
     elif isinstance(tma, tuple):
@@ -165,9 +174,9 @@ class PersistentGemm(GemmBase):
     defers: bool = (
         False  # whether a unit's epilogue runs during the next unit's first blocks, if registers allow it
     )
-    # Whether B passes through the L2 cache without displacing what lies there. Where that has been written, each line
-    # displaced is a write to memory: of 31.5 MB of weights, 11 us instead of 8 on an H200.
-    streams_b: bool = False
+    # Whether lines of B are the first to leave the L2 cache. Else they displace what has been written, each of which is
+    # a write to memory: fetching 31.5 MB takes an H200 11 us into an L2 full of dirty lines, 8 into a clean one.
+    b_evict_first: bool = False
 
     # ---- shapes
     # ---------------------------------------------------------------------------------------------------
@@ -386,12 +395,12 @@ class PersistentGemm(GemmBase):
         return self._partition(tma, shared, (self.tuning.tile_m, BLOCK_K))
 
     def partition_b(self, tma: TmaTensor, shared, rank) -> TmaPartition:
-        """B's tiles, indexed (tile_n, k block, ...). Each CTA of a cluster fetches its part for all of
-        them."""
+        """B's tiles, indexed (tile_n, k block, ...). Each CTA of a cluster fetches its part for all of them. For the
+        branch that loads: the cache's policy is made here."""
         sharers = self.tuning.cluster_m
         mask = None if sharers == 1 else Int16((1 << sharers) - 1)
         part = self._partition(tma, shared, (self.tuning.tile_n, BLOCK_K), (rank % sharers, sharers, mask))
-        return replace(part, policy=evict_first()) if self.streams_b else part
+        return replace(part, policy=evict_first()) if self.b_evict_first else part
 
     @staticmethod
     def _partition(tma: TmaTensor, shared, tiler, sharers=(0, 1, None)) -> TmaPartition:
@@ -465,6 +474,7 @@ class PersistentGemm(GemmBase):
                 state, last_block, following = self.multiply(
                     mmas[kind], fragments[kind], accumulator, queue, ahead
                 )
+                # While the last block is multiplied; not earlier, see `ClusterSum.offer`.
                 if cutlass.const_expr(shares and self.adds_in_boxes):
                     if unit.pieces > 1:
                         io[2].reclaim()

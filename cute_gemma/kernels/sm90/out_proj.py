@@ -24,7 +24,7 @@ class OutputProjection(OutputProjectionBase, PersistentGemm):
     hidden: int
     features: int
     tuning: GemmTuning = field(default_factory=GemmTuning)
-    streams_b = True
+    b_evict_first = True
 
     @property
     def boxes(self) -> int:

@@ -94,7 +94,7 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
     qk_norm: bool = True
     save_for_backward: bool = False
     tuning: GemmTuning | None = None
-    streams_b = True
+    b_evict_first = True
 
     def __post_init__(self) -> None:
         if self.tuning is None:
@@ -157,7 +157,8 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         words = cute.make_rmem_tensor((2, 2, self.head_dim // 8), Int32)
         words.fill(0)
         self.keep_tables(io[0], unit, row, words)
-        return tuple([[words[table, half, j] for j in range(self.head_dim // 8)] for half in (0, 1)] for table in (0, 1))
+        pairs = range(self.head_dim // 8)
+        return tuple([[words[table, half, j] for j in pairs] for half in (0, 1)] for table in (0, 1))
 
     @cute.jit
     def keep_tables(self, tma, unit, row, words):
