@@ -82,10 +82,15 @@ def qkv_backward(
         recipe = _backward_recipe(tensors, target, backend)
         _check_out(out, recipe, tensors)
         recipe = _backward_recipes.keep(key, (*tensors, *given), recipe)
-    elif given and _overlap(recipe, out, addresses):
-        _check_out(out, recipe, tensors)  # which raises
-    outputs = None if out is None else recipe.new_outputs(out)
-    return recipe.run(tensors, addresses[: len(tensors)], outputs)
+    elif given and addresses != recipe.apart[0]:
+        if _overlap(recipe, out, addresses):
+            _check_out(out, recipe, tensors)  # which raises
+        recipe.apart[0] = addresses
+    if not given:
+        return recipe.run(tensors, addresses)
+    if len(given) == len(out):
+        return recipe.run(tensors, addresses, list(given))
+    return recipe.run(tensors, addresses[: len(tensors)], recipe.new_outputs(out))
 
 
 def plan_qkv_backward(

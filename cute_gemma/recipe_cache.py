@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -67,9 +68,7 @@ class RecipeCache:
             addresses = list(map(Tensor.data_ptr, tensors))
             if 0 in addresses:  # no memory of its own: launching has to see the tensor itself
                 return None, None, []
-            bits = 0
-            for address in addresses:
-                bits |= address
+            bits = functools.reduce(operator.or_, addresses)
             key = (
                 tensors[0].shape,
                 len(tensors),

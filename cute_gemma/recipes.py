@@ -67,6 +67,8 @@ class Recipe:
     stages: tuple[Stage, ...]
     layout: Layout
     result: Callable[[list[Tensor]], Any]
+    # Addresses of the last call with given outputs whose memory was seen not to overlap.
+    apart: list[list[int]] = field(default_factory=lambda: [[]], repr=False)
     _idle: list[_Frame] = field(default_factory=list, repr=False)
 
     @cached_property
@@ -119,14 +121,17 @@ class Recipe:
     def run(self, tensors: Sequence[Tensor], addresses: list[int], outputs: list[Tensor] | None = None) -> Any:
         """Launches on these inputs and outputs (None: new ones) and returns the result.
 
-        addresses: of the inputs; empty where a launch has to see the tensors themselves.
+        addresses: of the inputs, and of the outputs where they are known; empty where a launch has to see the tensors
+        themselves.
         """
         if not addresses or self.emulated:
             plan = self.plan(tensors, outputs)
             plan.run()
             return plan.output
         outputs = self.new_outputs() if outputs is None else outputs
-        self.launch([*addresses, *map(Tensor.data_ptr, outputs)])
+        if len(addresses) == len(self.inputs):
+            addresses = [*addresses, *map(Tensor.data_ptr, outputs)]
+        self.launch(addresses)
         return self.result(outputs)
 
     def launch(self, addresses: list[int]) -> None:

@@ -262,8 +262,8 @@ class Bench:
 
     def host_cost(self, number: str) -> None:
         """CPU microseconds of a warm call of the public function at the smallest case, of the same for each
-        of its launches, of a launch of a plan that is made already, and, to compare with, of an addition in place and
-        of an allocation by torch."""
+        of its launches, of a launch of a plan that is made already, for 051 of a call that is given all its results'
+        memory, and, to compare with, of an addition in place and of an allocation by torch."""
         problem = workload(number)
         batch, seq = min(((c.batch_size, c.seq_len) for c in suite_cases(number)), key=math.prod)
         inputs = self.inputs(problem, batch, seq)
@@ -275,12 +275,19 @@ class Bench:
             "launch": host_us(plan.run, launches), "call": call_us, "call_per_launch": call_us / launches,
             "torch_add": host_us(lambda: one.add_(1), 1), "torch_empty_like": host_us(lambda: torch.empty_like(one), 1),
         }  # fmt: skip
+        given = ""
+        if number == "051":
+            arguments = inputs.tensors() | {"out": functional_backward.QKVGradients(*call())}
+            found["call_given"] = host_us(
+                lambda: functional_backward.qkv_backward(**arguments, target=self.options.target), 1
+            )
+            given = f"; {found['call_given']:.1f} us a call that is given its results' memory"
         self.result["facts"].setdefault("host_us", {})[number] = found
         records.save(self.result, self.options.json)
         print(
             f"{number} CPU time: {found['call']:.1f} us a warm call, "
             f"{found['call_per_launch']:.1f} us for each "
-            f"of its {launches} launches; {found['launch']:.1f} us a launch once planned "
+            f"of its {launches} launches{given}; {found['launch']:.1f} us a launch once planned "
             f"(torch: {found['torch_add']:.1f} us an addition in place, {found['torch_empty_like']:.1f} us empty_like)",
             flush=True,
         )
