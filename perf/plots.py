@@ -167,7 +167,10 @@ def main() -> int:
         print("plots: matplotlib is missing: pip install -e .[perf]", file=sys.stderr)
         return 2
     for path in options.results:
-        for picture in draw(json.loads(path.read_text()), options.out or path.parent, path.stem):
+        result = json.loads(path.read_text())
+        if not isinstance(result, dict) or "cases" not in result:
+            parser.error(f"results: got {path}, want a file of bench.py or roofline.py")
+        for picture in draw(result, options.out or path.parent, path.stem):
             print(picture)
     return 0
 

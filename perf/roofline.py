@@ -2,7 +2,7 @@
 issue, shared memory, L2 or memory.
 
     python perf/roofline.py                  B200, modelled: no GPU needed, minutes on two cores
-    python perf/roofline.py --target sm_90a --ncu perf/results/ncu_047.csv
+    python perf/roofline.py --target sm_90a --ncu perf/results/ncu_047.csv --ncu perf/results/ncu_051.csv
                                              H200: the model beside measurements
 
 Modelled: the launches run in the emulator, which counts operations and bytes; each unit's count over its
