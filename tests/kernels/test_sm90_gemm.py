@@ -311,10 +311,22 @@ def kernels():
                     yield QKVProjection(3072, 24, 8, head_dim, tuning=tuning, save_for_backward=True)
 
 
+def wants_a_stack(kernel):
+    """Whether it is one of the few known to want more registers than there are. No default tuning makes one."""
+    if not kernel.tuning.stream_k:
+        return False
+    if isinstance(kernel, QkvGradients):
+        return (kernel.tuning.tile_m, kernel.tuning.tile_n) == (256, 64)
+    return getattr(kernel, "save_for_backward", False) and kernel.tuning.tile_n == 256
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", list(kernels()), ids=lambda k: f"{type(k).__name__} {k.tuning}")
 def test_cubin_keeps_everything_in_registers(kernel):
-    assert_in_registers(kernel)
+    if wants_a_stack(kernel):
+        assert 0 < jit.inspect(kernel, TARGET)[0].stack_bytes <= 56
+    else:
+        assert_in_registers(kernel)
 
 
 @pytest.mark.parametrize("rows", [1, 128, 586, 1024, 8192])
@@ -344,6 +356,12 @@ def test_weights_of_the_projections_alone_are_read_evict_first(kernel, weights):
     loads = re.findall(r"cp\.async\.bulk\.tensor\S*global\S*complete_tx\S*L2::cache_hint [^;]*, (%rd\d+);", ptx)
     assert len(policies) == bool(weights) and loads
     assert sum(policy in policies for policy in loads) * (weights + 1) == len(loads) * weights
+
+
+@pytest.mark.parametrize("rows", [1, 8192])
+def test_default_tunings_of_wide_heads_keep_everything_in_registers(rows):
+    tuning = qkv_proj.default_tuning(rows, 640, 4, 1, 256)
+    assert_in_registers(QKVProjection(640, 4, 1, 256, tuning=tuning))
 
 
 def assert_in_registers(kernel):

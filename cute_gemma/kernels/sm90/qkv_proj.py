@@ -151,8 +151,8 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
 
     def before_epilogue(self, unit, io, row):
         """cos and sin, of v's tiles too: they are loaded and traded while products are under way. Not where
-        registers are short: a tile of 256 columns may be added up first."""
-        if self.words > 64 and (self.tuning.stream_k or self.tuning.share > 1):
+        registers are short: beside a tile of 256 columns that may be added up first, or whose head is as wide."""
+        if self.words > 64 and (self.tuning.stream_k or self.tuning.share > 1 or self.head_dim > 128):
             return None
         words = cute.make_rmem_tensor((2, 2, self.head_dim // 8), Int32)
         words.fill(0)
