@@ -566,14 +566,11 @@ def test_results_go_to_out_and_wrong_out_is_named_on_warm_calls(gpu):
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             call("qkv_backward", given, out=wrong)
     assert all(torch.equal(a, b) for a, b in zip(written, [t for t in out if t is not None], strict=True))
-    for _ in range(2):
-        whole = QKVGradients(*(torch.full_like(t, math.nan) for t in wanted))
-        for _ in range(2):  # seen not to overlap before
-            found = call("qkv_backward", given, out=whole)
-            assert_equal(found, wanted)
-            assert all(a is b for a, b in zip(found, whole, strict=True))
-            for t in whole:
-                t.fill_(math.nan)
+    whole = QKVGradients(*map(torch.empty_like, wanted))
+    for _ in range(3):  # a recipe of its own; looked at for overlap; seen not to overlap before
+        for t in whole:
+            t.fill_(math.nan)
+        assert_equal(call("qkv_backward", given, out=whole), wanted)
 
 
 @settings(max_examples=300, deadline=None)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from cute_gemma import jit
-from cute_gemma.emulator import Options, engine
 from cute_gemma.config import AttentionConfig
+from cute_gemma.emulator import Options, engine
 from cute_gemma.kernels.common.mask import MASK_TILE, SCAN_COLUMNS
-from cute_gemma.kernels.sm90.attention import SHORT_SEQUENCE, Attention, AttentionTuning, MaskedAttention, default_tuning
 from cute_gemma.kernels.common.mask_scan import MaskScan
 from cute_gemma.kernels.registry import forward_kernels
+from cute_gemma.kernels.sm90.attention import SHORT_SEQUENCE, Attention, AttentionTuning, MaskedAttention
+from cute_gemma.kernels.sm90.attention import default_tuning
 
 from attention_cases import bits, errors, masks, suite_qkv
 

@@ -312,7 +312,7 @@ def kernels():
 
 
 def wants_a_stack(kernel):
-    """Whether it is one of the few known to want more registers than there are. No default tuning makes one."""
+    """Whether it is one of the few known to want more registers than there are. No public function launches one."""
     if not kernel.tuning.stream_k:
         return False
     if isinstance(kernel, QkvGradients):

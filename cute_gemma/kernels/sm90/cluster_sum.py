@@ -54,8 +54,8 @@ class ClusterSum:
     def offer(self) -> None:
         """Tells the other CTA that this warp no longer needs the memory.
 
-        Called once all of the tile's blocks have arrived: compute-sanitizer's racecheck hangs where warps wait for the
-        cluster while this CTA's loads wait for those warps to release stages.
+        Called once all of the tile's blocks have arrived: compute-sanitizer's racecheck hung where warps waited for the
+        cluster while this CTA's loads waited for those warps to release stages.
         """
         cute.arch.cluster_wait()  # until the other CTA has its barriers
         if cute.arch.lane_idx() == 0:

@@ -41,7 +41,7 @@ registers, of which a consumer thread's accumulators take tile_m * tile_n / 256.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -49,9 +49,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float32, Int16, Int32, Int64
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
@@ -72,6 +70,7 @@ from cute_gemma.kernels.common.schedule import TileSchedule, Unit, dynamic
 from cute_gemma.kernels.common.shared_rounds import plan_shared
 from cute_gemma.kernels.sm90.boxes import BOX_BYTES, BOX_COLUMNS, BOX_ROWS, SIXTEENS, WarpBoxes
 from cute_gemma.kernels.sm90.cluster_sum import BARRIERS, PARTS, ClusterSum
+from cute_gemma.kernels.sm90.tma import evict_first, prefetch_descriptors
 from cute_gemma.kernels.sm90.tuning import CONSUMER_WARPS, GemmTuning
 
 WARPGROUP = 128
@@ -139,26 +138,6 @@ class Pending:
 def major_layout(major: str):
     """The layout of an operand whose K ("k") or whose M or N ("mn") is contiguous, as the helpers name it."""
     return LayoutEnum.ROW_MAJOR if major == "k" else LayoutEnum.COL_MAJOR
-
-
-@dsl_user_op
-def evict_first(*, loc=None, ip=None) -> Int64:
-    """A policy under which what is read leaves the L2 cache before all else does (PTX ISA, createpolicy)."""
-    text = "createpolicy.fractional.L2::evict_first.b64 $0;"
-    return Int64(llvm.inline_asm(T.i64(), [], text, "=l", asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip))
-
-
-def prefetch_descriptors(tma: Any) -> None:
-    """Of every TmaTensor in a dataclass or tuple. Those of outputs and late operands would else be fetched when they
-    are waited for."""
-    if isinstance(tma, TmaTensor):
-        cpasync.prefetch_descriptor(tma.atom)
-    elif isinstance(tma, tuple):
-        for part in tma:
-            prefetch_descriptors(part)
-    elif is_dataclass(tma):
-        for field in fields(tma):
-            prefetch_descriptors(getattr(tma, field.name))
 
 
 class PersistentGemm(GemmBase):
