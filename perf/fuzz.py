@@ -1,10 +1,11 @@
-"""Random problems through the kernels in the emulator, under random schedules, against the reference.
+"""Random problems through the kernels in the emulator, under random schedules, or on a GPU, against the reference.
 
     scripts/fuzz --minutes 30           goes on after the last seed that a run before has done
     scripts/fuzz --seed 123             one problem
     scripts/fuzz --target sm_90a --start 0
+    scripts/fuzz --target sm_90a --backend cuda --longer 8
 
-Problem number N is the same on every machine. Failures are kept, with their numbers and messages, in a file
+Problem number N is the same on every machine; --longer multiplies its sequence length. Failures are kept, with their numbers and messages, in a file
 that the last line names. A new compilation takes seconds, so that sizes a kernel is compiled for change
 slowly: the numbers from one multiple of 25 to the next share them.
 """
@@ -19,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from cute_gemma import emulator, functional, functional_backward, reference
 from cute_gemma.config import AttentionConfig
 
 STATE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "cute_gemma" / "fuzz"
+DEVICES = {"emulator": "cpu", "cuda": "cuda"}
 KINDS = ("forward", "attention", "qkv backward", "rope backward")
 MASKS = ("causal", "none", "random", "blocks", "masked rows", "late keys", "all masked", "finite causal")
 SHARED = 25  # problems in a row with the same sizes compiled in
@@ -97,29 +99,29 @@ def problem(number: int) -> Problem:
     )
 
 
-def check(p: Problem, target: str = "sm_100a") -> float:
-    """Runs a problem; the largest error as a multiple of what is allowed.
+def check(p: Problem, target: str = "sm_100a", device: str = "cpu") -> float:
+    """Runs a problem, on the CPU in the emulator; the largest error as a multiple of what is allowed.
 
     Raises Mismatch and EmulationError."""
-    runs: dict[str, Callable[[Problem, str], float]] = {
+    runs: dict[str, Callable[[Problem, _Draw, str], float]] = {
         "forward": _forward, "attention": _attention, "qkv backward": _qkv_backward,
         "rope backward": _rope_backward,
     }  # fmt: skip
     with torch.no_grad():
-        return runs[p.kind](p, target)
+        return runs[p.kind](p, _Draw(p, device), target)
 
 
 # ---------------------------------------------------------------- inputs
 class _Draw:
-    def __init__(self, p: Problem) -> None:
-        self.generator, self.offset = torch.Generator().manual_seed(p.data), p.offset
+    def __init__(self, p: Problem, device: str) -> None:
+        self.generator, self.offset, self.device = torch.Generator().manual_seed(p.data), p.offset, device
 
     def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.place((scale * torch.randn(shape, generator=self.generator)).to(dtype))
 
     def place(self, t: Tensor) -> Tensor:
         """A copy that starts `offset` elements into its allocation, with NaN before and after it."""
-        memory = torch.full((t.numel() + 2 * self.offset + 8,), torch.nan, dtype=t.dtype)
+        memory = torch.full((t.numel() + 2 * self.offset + 8,), torch.nan, dtype=t.dtype, device=self.device)
         view = memory[self.offset : self.offset + t.numel()].view(t.shape)
         view.copy_(t)
         return view
@@ -171,8 +173,7 @@ def _compare(name: str, out: Tensor, eager: Tensor, exact: Tensor) -> float:
     return error / allowed
 
 
-def _forward(p: Problem, target: str) -> float:
-    draw = _Draw(p)
+def _forward(p: Problem, draw: _Draw, target: str) -> float:
     queries, keys = p.heads * p.head_dim, p.kv_heads * p.head_dim
     inputs = {
         "hidden_states": draw(p.batch, p.seq, p.hidden),
@@ -195,8 +196,7 @@ def _forward(p: Problem, target: str) -> float:
     return _compare("output", plan.output, eager.output, exact.output)
 
 
-def _attention(p: Problem, target: str) -> float:
-    draw = _Draw(p)
+def _attention(p: Problem, draw: _Draw, target: str) -> float:
     q = draw(p.batch, p.seq, p.heads, p.head_dim, scale=p.gain)
     k, v = (draw(p.batch, p.seq, p.kv_heads, p.head_dim) for _ in range(2))
     mask = make_mask(p, draw)
@@ -208,8 +208,7 @@ def _attention(p: Problem, target: str) -> float:
     return _compare("out", plan.output, eager, exact)
 
 
-def _qkv_backward(p: Problem, target: str) -> float:
-    draw = _Draw(p)
+def _qkv_backward(p: Problem, draw: _Draw, target: str) -> float:
     query, key = (p.batch, p.heads, p.seq, p.head_dim), (p.batch, p.kv_heads, p.seq, p.head_dim)
     inputs = {
         "grad_query": draw(*query), "grad_key": draw(*key), "grad_value": draw(*key),
@@ -229,8 +228,7 @@ def _qkv_backward(p: Problem, target: str) -> float:
     return max(_compare(*item) for item in zip(exact._fields, plan.output, eager, exact))
 
 
-def _rope_backward(p: Problem, target: str) -> float:
-    draw = _Draw(p)
+def _rope_backward(p: Problem, draw: _Draw, target: str) -> float:
     query, key = (draw(p.batch, n, p.seq, p.head_dim) for n in (p.heads, p.kv_heads))
     cos, sin = (draw(p.batch, p.seq, p.head_dim) for _ in range(2))
     plan = functional_backward.plan_rope_backward(query, key, cos, sin, target=target)
@@ -254,11 +252,18 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--target", default="sm_100a")
+    parser.add_argument("--backend", choices=DEVICES, default="emulator")
+    parser.add_argument("--longer", type=int, default=1, help="sequences so many times as long")
     parser.add_argument("--start", type=int, help="first problem (the one after the last that was run)")
     parser.add_argument("--seed", type=int, help="run this problem alone")
     options = parser.parse_args()
-    state = STATE / f"{options.target}.json"
-    failures = STATE / f"{options.target}-failures.jsonl"
+    device = DEVICES[options.backend]
+    run = options.target if device == "cpu" else f"{options.target}-{device}"
+    state, failures = STATE / f"{run}.json", STATE / f"{run}-failures.jsonl"
+
+    def longer(p: Problem) -> Problem:
+        return replace(p, seq=p.seq * options.longer)
+
     state.parent.mkdir(parents=True, exist_ok=True)
     number = (
         options.start
@@ -268,17 +273,17 @@ def main() -> int:
         else 0
     )
     if options.seed is not None:
-        p = problem(options.seed)
+        p = longer(problem(options.seed))
         print(p)
-        print(f"error {check(p, options.target):.3f} x what is allowed")
+        print(f"error {check(p, options.target, device):.3f} x what is allowed")
         return 0
     end, failed, first, worst = time.monotonic() + 60 * options.minutes, 0, number, 0.0
-    with tqdm(unit="problem", desc=options.target) as bar:
+    with tqdm(unit="problem", desc=run) as bar:
         while time.monotonic() < end:
-            p = problem(number)
+            p = longer(problem(number))
             bar.set_postfix_str(f"{number}: {p.kind}, {p.schedule}")
             try:
-                worst = max(worst, check(p, options.target))
+                worst = max(worst, check(p, options.target, device))
             except Exception as error:  # every kind of failure is a finding
                 failed += 1
                 message = traceback.format_exc()

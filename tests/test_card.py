@@ -1,8 +1,10 @@
 """Both workloads on whatever supported GPU there is: the suite's cases, other inputs, and every way to launch."""
 
 import math
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,14 @@ import torch
 
 import cute_gemma
 from cute_gemma import jit, workspace
+from cute_gemma.config import PRESETS
 from cute_gemma.jit.target import TARGETS
 from cute_gemma.verification import PLANNERS
 from cute_gemma.workloads import WORKLOADS, case_for, check_output, suite_cases, workload
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "perf"))
+
+import fuzz  # noqa: E402
 
 TARGET = None
 if torch.cuda.is_available():
@@ -311,6 +318,16 @@ def launched():
             for step in plan.steps:
                 kernels.setdefault(step.kernel, f"{step.stage} of {number} ({batch}, {seq})")
     return list(kernels.items())
+
+
+@pytest.mark.parametrize("seq, mask", [(293, "random"), (1100, "causal")])
+@pytest.mark.parametrize("kind", ["forward", "attention", "qkv backward"])
+@pytest.mark.parametrize("model", sorted(name for name in PRESETS if "gemma" in name and "local" not in name))
+def test_layers_of_every_gemma_match_the_reference(model, kind, seq, mask):
+    """Their widths, heads and head_dim 256 of the forward pass, which the suite has not."""
+    layer = PRESETS[model]
+    sizes = {name: getattr(layer, name) for name in ("heads", "kv_heads", "head_dim", "hidden", "softcap")}
+    assert fuzz.check(fuzz.Problem(kind, batch=2, seq=seq, mask=mask, **sizes), TARGET, "cuda") <= 1
 
 
 def test_no_cubin_that_ran_has_a_stack_or_local_memory():
