@@ -76,7 +76,7 @@ def qkv_backward(
         k_normed,
     )
     given = () if out is None else _given(out)
-    numbers = target, backend, None if out is None else tuple(value is None for value in out)
+    numbers = target, backend, _which(out, given)
     recipe, key, addresses = _backward_recipes.find((*tensors, *given), numbers)
     if recipe is None:
         recipe = _backward_recipe(tensors, target, backend)
@@ -183,7 +183,12 @@ def _given(out: QKVGradients) -> tuple[Tensor, ...]:
     """The tensors that `out` gives."""
     if not isinstance(out, QKVGradients):
         raise TypeError(f"out: got {type(out).__name__}, want a QKVGradients or None")
-    return tuple(value for value in out if value is not None)
+    return tuple([value for value in out if value is not None])
+
+
+def _which(out: QKVGradients | None, given: tuple[Tensor, ...]) -> bool | tuple[bool, ...]:
+    """What tells calls by the results that they give: whether all or none, or for each of them."""
+    return bool(given) if out is None or len(given) in (0, len(out)) else tuple([value is not None for value in out])
 
 
 def _check_out(out: QKVGradients | None, recipe: Recipe, inputs: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -68,11 +68,10 @@ class RecipeCache:
             addresses = list(map(Tensor.data_ptr, tensors))
             if 0 in addresses:  # no memory of its own: launching has to see the tensor itself
                 return None, None, []
-            bits = functools.reduce(operator.or_, addresses)
             key = (
                 tensors[0].shape,
                 len(tensors),
-                tuple(address % ALIGNMENT for address in addresses) if bits % ALIGNMENT else None,
+                tuple(address % ALIGNMENT for address in addresses) if math.gcd(*addresses) % ALIGNMENT else None,
                 torch.is_grad_enabled(),
                 None if isinstance(mask, Tensor) else mask,
                 *numbers,

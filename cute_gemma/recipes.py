@@ -87,7 +87,7 @@ class Recipe:
 
     def new_outputs(self, given: Sequence[Tensor | None] | None = None) -> list[Tensor]:
         """Memory for the outputs of a call: what is given of it, and new tensors for the rest."""
-        current = not self.emulated and torch.cuda.current_device() == self.device.index
+        current = not self.emulated and torch._C._cuda_getDevice() == self.device.index
         makers = self._makers[current]
         if given is None:
             return [make() for make in makers]
@@ -142,7 +142,7 @@ class Recipe:
         index = self.device.index
         stream = torch._C._cuda_getCurrentRawStream(index)  # current_stream() takes 40 times as long
         # The default stream, 0, cannot be captured. Another one can be asked of the current device only.
-        capturing = stream and (torch.cuda.current_device() != index or torch.cuda.is_current_stream_capturing())
+        capturing = stream and (torch._C._cuda_getDevice() != index or torch.cuda.is_current_stream_capturing())
         key = None if capturing else (index, stream)
         try:
             frame = self._idle.pop()

@@ -321,10 +321,10 @@ def launched():
 
 
 @pytest.mark.parametrize("seq, mask", [(293, "random"), (1100, "causal")])
-@pytest.mark.parametrize("kind", ["forward", "attention", "qkv backward"])
-@pytest.mark.parametrize("model", sorted(name for name in PRESETS if "gemma" in name and "local" not in name))
-def test_layers_of_every_gemma_match_the_reference(model, kind, seq, mask):
-    """Their widths, heads and head_dim 256 of the forward pass, which the suite has not."""
+@pytest.mark.parametrize("kind", ["forward", "qkv backward"])
+@pytest.mark.parametrize("model", ["gemma2-2b", "gemma3-1b", "gemma3-27b"])
+def test_layers_of_other_models_match_the_reference(model, kind, seq, mask):
+    """Widths and heads, and a head_dim in either direction, that the suite has not."""
     layer = PRESETS[model]
     sizes = {name: getattr(layer, name) for name in ("heads", "kv_heads", "head_dim", "hidden", "softcap")}
     assert fuzz.check(fuzz.Problem(kind, batch=2, seq=seq, mask=mask, **sizes), TARGET, "cuda") <= 1

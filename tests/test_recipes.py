@@ -358,7 +358,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(prepared, "gpu_call", made.gpu_call)
     monkeypatch.setattr(Recipe, "emulated", False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: made.state.stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the CPU's index
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the CPU's index
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.state.capturing)
     monkeypatch.setattr(f"{Recipe.__module__}._empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu)
     new_outputs = Recipe.new_outputs

@@ -49,6 +49,12 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
 
     operand_majors = QkvGradientsBase.operand_majors
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tile = self.tuning.tile_m, self.tuning.tile_n
+        if self.tuning.stream_k and tile == (256, 64):
+            raise ValueError("tuning: stream_k with 256 x 64 tiles, expected other tiles: registers do not suffice")
+
     @property
     def defers(self) -> bool:
         """Where registers suffice: dgrad has many short tiles."""

@@ -72,13 +72,25 @@ def quad_transposed(words) -> list:
     return values
 
 
+def saving_spills(tuning: GemmTuning) -> bool:
+    """Whether registers would not suffice with `save_for_backward`: for 256 columns that may have to be added up."""
+    return tuning.stream_k and tuning.tile_n == 256
+
+
 def default_tuning(
-    rows: int, hidden: int, heads: int, kv_heads: int, head_dim: int = 128, sm_count: int = SM_COUNT
+    rows: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int = 128,
+    sm_count: int = SM_COUNT,
+    save_for_backward: bool = False,
 ) -> GemmTuning:
-    """The tuning for M = `rows`; sizes as in `QKVProjection`."""
+    """The tuning for M = `rows`; sizes and `save_for_backward` as in `QKVProjection`."""
     columns = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
     shapes = tuple((128, width) for width in (256, 128) if width % head_dim == 0)
-    return choose_tuning(rows, columns, hidden, shapes, sm_count, EPILOGUE_CYCLES)
+    spills = saving_spills if save_for_backward else lambda _: False
+    return choose_tuning(rows, columns, hidden, shapes, sm_count, EPILOGUE_CYCLES, spills)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,8 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             object.__setattr__(self, "tuning", GemmTuning(tile_n=self.head_dim))
         if self.tuning.tile_m != 128:
             raise ValueError(f"tile_m: {self.tuning.tile_m}, expected 128")
+        if self.save_for_backward and saving_spills(self.tuning):
+            raise ValueError("tuning: stream_k with tile_n 256, expected one of them alone with save_for_backward")
         self.check()
 
     @property

@@ -7,6 +7,7 @@ costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -130,17 +131,17 @@ def choose_tuning(
     shapes: tuple[tuple[int, int], ...],
     sm_count: int = SM_COUNT,
     epilogue: float = EPILOGUE_CYCLES,
+    spills: Callable[[GemmTuning], bool] = lambda _: False,
 ) -> GemmTuning:
     """The candidate with the lowest count for `rows` x sum(columns) outputs of `inner` products each.
 
     columns: widths of the matrices side by side, each cut into tiles of its own. shapes: (tile_m, tile_n) to
-    choose from. epilogue: its cycles a tile column.
+    choose from. epilogue: its cycles a tile column. spills: what to leave out.
     """
     if rows > MANY_ROWS:
         shapes = tuple(shape for shape in shapes if shape[1] >= 192)
-    return min(
-        candidates(shapes, inner, sm_count), key=lambda t: gemm_cycles(t, rows, columns, inner, epilogue)
-    )
+    fitting = (t for t in candidates(shapes, inner, sm_count) if not spills(t))
+    return min(fitting, key=lambda t: gemm_cycles(t, rows, columns, inner, epilogue))
 
 
 def candidates(shapes: tuple[tuple[int, int], ...], inner: int, sm_count: int) -> list[GemmTuning]:
