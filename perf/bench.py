@@ -261,36 +261,33 @@ class Bench:
             self.attempt(case, None, "span", bounds.call_work(number, problem.config, batch, seq), time_it)
 
     def host_cost(self, number: str) -> None:
-        """CPU microseconds of a warm call of the public function at the smallest case, of the same for each
-        of its launches, of a launch of a plan that is made already, for 051 of a call that is given all its results'
-        memory, and, to compare with, of an addition in place and of an allocation by torch."""
+        """CPU time at the smallest case: of the public function, for 051 also where it is given its results' memory, of
+        the same launches by `jit.launch` and by a plan that is made already, and, to compare with, of an addition in
+        place and of an allocation by torch."""
         problem = workload(number)
         batch, seq = min(((c.batch_size, c.seq_len) for c in suite_cases(number)), key=math.prod)
         inputs = self.inputs(problem, batch, seq)
         call = our_calls(problem, inputs, self.options.target)[records.OURS]
-        plan = self._plan(number, inputs)
-        plan.run()
-        call_us, launches, one = host_us(call, 1), len(plan.steps), torch.zeros(1, device="cuda")
-        found = {
-            "launch": host_us(plan.run, launches), "call": call_us, "call_per_launch": call_us / launches,
-            "torch_add": host_us(lambda: one.add_(1), 1), "torch_empty_like": host_us(lambda: torch.empty_like(one), 1),
-        }  # fmt: skip
-        given = ""
+        plan, one = self._plan(number, inputs), torch.zeros(1, device=self.device)
+        steps = [(step.kernel, *step.tensors.values()) for step in plan.steps]
+        calls = {"call": call}
         if number == "051":
             arguments = inputs.tensors() | {"out": functional_backward.QKVGradients(*call())}
-            found["call_given"] = host_us(
-                lambda: functional_backward.qkv_backward(**arguments, target=self.options.target), 1
-            )
-            given = f"; {found['call_given']:.1f} us a call that is given its results' memory"
+            calls["call with out"] = lambda: functional_backward.qkv_backward(**arguments, target=self.options.target)
+        calls |= {
+            "jit.launch": lambda: [jit.launch(*step, target=self.options.target) for step in steps],
+            "plan": plan.run,
+            "torch add_": lambda: one.add_(1),
+            "torch empty_like": lambda: torch.empty_like(one),
+        }
+        times, launches = host_us(calls), len(plan.steps)
+        found = {"launches": launches, "calls": {name: asdict(taken) for name, taken in times.items()}}
         self.result["facts"].setdefault("host_us", {})[number] = found
         records.save(self.result, self.options.json)
-        print(
-            f"{number} CPU time: {found['call']:.1f} us a warm call, "
-            f"{found['call_per_launch']:.1f} us for each "
-            f"of its {launches} launches{given}; {found['launch']:.1f} us a launch once planned "
-            f"(torch: {found['torch_add']:.1f} us an addition in place, {found['torch_empty_like']:.1f} us empty_like)",
-            flush=True,
-        )
+        print(f"{number} CPU time, us: of a call that finds the GPU idle, in a row of calls, there for each launch")
+        for name, taken in times.items():
+            each = "" if name.startswith("torch") else f"{taken.in_a_row / launches:8.1f}"
+            print(f"  {name:18}{taken.idle:8.1f}{taken.in_a_row:8.1f}{each}", flush=True)
 
     def _plan(self, number: str, inputs: Any) -> Plan:
         if number == "047":

@@ -328,7 +328,7 @@ CHECKS = [
     (Backward, (64, 128), None),
     (Backward, (2, 128), T(128, 128, **S)),
     (Backward, (3, 613), T(256, 128, **C)),
-    (Backward, (3, 613), T(256, 128, **S)),
+    (Backward, (3, 613), T(128, 256, **S)),
     (Backward, (16, 541), T(128, 256, **C, **S)),
 ]
 # Kind, rows, tunings beside the default.
@@ -349,7 +349,7 @@ TIMES = [
     (Output, 512, []),
     (Output, 256, []),
     (Output, 128, []),
-    (Products, (1, 8192), [T(128, 128, **S), T(256, 128, **C, **S)]),
+    (Products, (1, 8192), [T(128, 128, **S), T(128, 256, **C, **S)]),
     (Products, (1, 4096), []),
     (Products, (1, 1024), []),
     *((Backward, (case.batch_size, case.seq_len), []) for case in suite_cases("051")),

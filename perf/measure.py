@@ -28,6 +28,7 @@ PROTOCOLS = {
     "span": "no graph, GPU idle and L2 flushed before each call, from first kernel's start to last's end",
 }
 _FEWEST, _MOST = 15, 200  # samples a contestant
+_IN_A_ROW = 20  # calls, of which no more launches come than the GPU's queue holds
 _SMI = (
     "name",
     "driver_version",
@@ -38,6 +39,14 @@ _SMI = (
     "power.limit",
     "temperature.gpu",
 )
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """Microseconds of CPU time of a call: of one that finds the GPU idle, and of one in a row of them."""
+
+    idle: float
+    in_a_row: float
 
 
 @dataclass(frozen=True)
@@ -192,17 +201,24 @@ def split_spans(activities: Sequence[tuple[str, float, float]], calls: int) -> l
     return [max(end for *_, end in group) - group[0][1] for group in groups]
 
 
-def host_us(call: Callable[[], object], launches: int, reps: int = 50) -> float:
-    """Median CPU microseconds a launch of a warm call that makes so many, the GPU left to catch up in
-    between."""
-    taken = []
-    for _ in range(reps):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - begin)
+def host_us(calls: Mapping[str, Callable[[], object]], rounds: int = 50) -> dict[str, HostTimes]:
+    """Median CPU time of calls, warm ones, taken in turns."""
+    for call in calls.values():
+        _cpu_us(call, 2)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append((_cpu_us(call, 1), _cpu_us(call, _IN_A_ROW)))
     torch.cuda.synchronize()
-    return statistics.median(taken) * 1e6 / launches
+    return {name: HostTimes(*map(statistics.median, zip(*times))) for name, times in taken.items()}
+
+
+def _cpu_us(call: Callable[[], object], times: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - begin) * 1e6 / times
 
 
 def measure_peaks() -> dict[str, float]:

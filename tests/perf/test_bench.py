@@ -319,8 +319,12 @@ def small_run(tmp_path, monkeypatch, timer=None, before=None, peers_asked="eager
     options.target = "sm_90a"
     card = {"facts": {"gpu": "none"}, "peaks": {"gemm_tflops": 783.0, "copy_tbps": 4.29}}
     run = bench.Bench(options, timer or FakeTimer(), spans or Spans(), card, device="cpu", before=before)
-    run.host_cost = lambda number: run.result["facts"].setdefault("host_us", {}).update({number: {}})
+    monkeypatch.setattr(bench, "host_us", host_times)
     return run, options
+
+
+def host_times(calls):
+    return {name: measure.HostTimes(30.0, 20.0) for name in calls}
 
 
 def kept(tmp_path):
@@ -399,6 +403,26 @@ def test_a_gpu_that_answers_no_more_ends_the_run_with_what_there_is(tmp_path, mo
     assert not run.run(options.cases)
     assert list(kept(tmp_path)) == [(8, "graph")]
     assert "illegal memory access" in capsys.readouterr().out
+
+
+def test_the_cpu_time_of_calls_is_kept_and_printed(tmp_path, monkeypatch, capsys):
+    run, options = small_run(tmp_path, monkeypatch)
+    assert run.run(options.cases)
+    cost = records.load(tmp_path / "r.json")["facts"]["host_us"]["051"]
+    assert cost["launches"] == 2
+    assert set(cost["calls"]) == {"call", "call with out", "jit.launch", "plan", "torch add_", "torch empty_like"}
+    assert cost["calls"]["plan"] == {"idle": 30.0, "in_a_row": 20.0}
+    assert "call with out         30.0    20.0    10.0\n" in capsys.readouterr().out
+
+
+def test_cpu_time_is_measured_of_every_call_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append("wait"))
+    made = []
+    times = measure.host_us({"a": lambda: made.append("a"), "b": lambda: made.append("b")}, rounds=2)
+    one, row = ["wait", "{}"], ["wait", *["{}"] * 20]
+    in_turn = [x.format(name) for name in "ab" for x in (*one, *row)]
+    assert made == ["wait", "a", "a", "wait", "b", "b", *in_turn, *in_turn, "wait"]
+    assert all(0 < taken.in_a_row < 1e6 and taken.idle > 0 for taken in times.values())
 
 
 def test_a_task_that_fails_as_a_whole_is_named_in_the_file(tmp_path, monkeypatch):

@@ -51,9 +51,8 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tile = self.tuning.tile_m, self.tuning.tile_n
-        if self.tuning.stream_k and tile == (256, 64):
-            raise ValueError("tuning: stream_k with 256 x 64 tiles, expected other tiles: registers do not suffice")
+        if self.tuning.stream_k and self.tuning.tile_m != 128:  # registers would not suffice
+            raise ValueError(f"tuning: got stream_k with tile_m {self.tuning.tile_m}, expected tile_m 128 with it")
 
     @property
     def defers(self) -> bool:

@@ -74,7 +74,7 @@ def quad_transposed(words) -> list:
 
 def saving_spills(tuning: GemmTuning) -> bool:
     """Whether registers would not suffice with `save_for_backward`: for 256 columns that may have to be added up."""
-    return tuning.stream_k and tuning.tile_n == 256
+    return tuning.tile_n == 256 and (tuning.stream_k or tuning.share > 1)
 
 
 def default_tuning(
@@ -114,7 +114,9 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
         if self.tuning.tile_m != 128:
             raise ValueError(f"tile_m: {self.tuning.tile_m}, expected 128")
         if self.save_for_backward and saving_spills(self.tuning):
-            raise ValueError("tuning: stream_k with tile_n 256, expected one of them alone with save_for_backward")
+            raise ValueError(
+                f"tuning: got {self.tuning}, with save_for_backward expected tile_n 128 or neither stream_k nor share > 1"
+            )
         self.check()
 
     @property
