@@ -201,7 +201,7 @@ def split_spans(activities: Sequence[tuple[str, float, float]], calls: int) -> l
     return [max(end for *_, end in group) - group[0][1] for group in groups]
 
 
-def host_us(calls: Mapping[str, Callable[[], object]], rounds: int = 50) -> dict[str, HostTimes]:
+def host_us(calls: Mapping[str, Callable[[], object]], rounds: int = 100) -> dict[str, HostTimes]:
     """Median CPU time of calls, warm ones, taken in turns."""
     for call in calls.values():
         _cpu_us(call, 2)
