@@ -328,7 +328,7 @@ CHECKS = [
     (Backward, (64, 128), None),
     (Backward, (2, 128), T(128, 128, **S)),
     (Backward, (3, 613), T(256, 128, **C)),
-    (Backward, (3, 613), T(128, 256, **S)),
+    (Backward, (3, 613), T(256, 128, **S)),
     (Backward, (16, 541), T(128, 256, **C, **S)),
 ]
 # Kind, rows, tunings beside the default.

@@ -3,11 +3,11 @@
     scripts/fuzz --minutes 30           goes on after the last seed that a run before has done
     scripts/fuzz --seed 123             one problem
     scripts/fuzz --target sm_90a --start 0
-    scripts/fuzz --target sm_90a --backend cuda --longer 8
+    scripts/fuzz --backend cuda --longer 8
 
-Problem number N is the same on every machine; --longer multiplies its sequence length. Failures are kept, with their numbers and messages, in a file
-that the last line names. A new compilation takes seconds, so that sizes a kernel is compiled for change
-slowly: the numbers from one multiple of 25 to the next share them.
+Problem number N is the same on every machine, but for --longer, which multiplies its sequence length. Failures are
+kept, with their numbers and messages, in a file that the last line names. A new compilation takes seconds, so that
+sizes a kernel is compiled for change slowly: the numbers from one multiple of 25 to the next share them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from cute_gemma import emulator, functional, functional_backward, reference
+from cute_gemma import emulator, functional, functional_backward, jit, reference
 from cute_gemma.config import AttentionConfig
 
 STATE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "cute_gemma" / "fuzz"
@@ -69,8 +69,9 @@ class Mismatch(AssertionError):
     """A result further from the exact one than the rule allows."""
 
 
-def problem(number: int) -> Problem:
-    """Problem `number`: sizes that are compiled in from its block of 25, the rest from itself."""
+def problem(number: int, longer: int = 1) -> Problem:
+    """Problem `number`: sizes that are compiled in from its block of 25, the rest from itself; its sequence `longer`
+    times as long."""
     fixed, own = random.Random(f"sizes {number // SHARED}"), random.Random(f"problem {number}")
     kind = fixed.choice(KINDS)
     kv_heads = fixed.choice((1, 1, 2, 3))
@@ -85,9 +86,8 @@ def problem(number: int) -> Problem:
     return Problem(
         kind,
         batch=own.choice((1, 1, 2, 3)),
-        seq=own.choice(
-            (1, own.randint(2, 127), own.randint(128, 400), 128 * own.randint(1, 4) + own.randint(-1, 1))
-        ),
+        seq=longer
+        * own.choice((1, own.randint(2, 127), own.randint(128, 400), 128 * own.randint(1, 4) + own.randint(-1, 1))),
         mask=own.choice(MASKS),
         mask_dtype=own.choice(("bf16", "f32")),
         mask_batch=own.random() < 0.5,
@@ -245,25 +245,38 @@ def _rope_backward(p: Problem, draw: _Draw, target: str) -> float:
 
 
 # ---------------------------------------------------------------- command
+def _gpu_answers() -> bool:
+    """Whether it still does: after an illegal access, say, every call of this process fails."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
 def main() -> int:
     """0 if every problem of this run passes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--target", default="sm_100a")
+    parser.add_argument("--target", help="the GPU's own; in the emulator sm_100a")
     parser.add_argument("--backend", choices=DEVICES, default="emulator")
     parser.add_argument("--longer", type=int, default=1, help="sequences so many times as long")
     parser.add_argument("--start", type=int, help="first problem (the one after the last that was run)")
     parser.add_argument("--seed", type=int, help="run this problem alone")
     options = parser.parse_args()
+    if options.longer < 1:
+        parser.error(f"--longer: got {options.longer}, want at least 1")
     device = DEVICES[options.backend]
-    run = options.target if device == "cpu" else f"{options.target}-{device}"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("--backend: got cuda, but there is no GPU here")
+        # The eager model at its best: its error bounds what is allowed.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    target = jit.resolve_target(options.target, torch.device(device)).name
+    run = target + f"-{device}" * (device != "cpu") + f"-x{options.longer}" * (options.longer > 1)
     state, failures = STATE / f"{run}.json", STATE / f"{run}-failures.jsonl"
-
-    def longer(p: Problem) -> Problem:
-        return replace(p, seq=p.seq * options.longer)
-
     state.parent.mkdir(parents=True, exist_ok=True)
     number = (
         options.start
@@ -273,26 +286,30 @@ def main() -> int:
         else 0
     )
     if options.seed is not None:
-        p = longer(problem(options.seed))
+        p = problem(options.seed, options.longer)
         print(p)
-        print(f"error {check(p, options.target, device):.3f} x what is allowed")
+        print(f"error {check(p, target, device):.3f} x what is allowed")
         return 0
     end, failed, first, worst = time.monotonic() + 60 * options.minutes, 0, number, 0.0
     with tqdm(unit="problem", desc=run) as bar:
         while time.monotonic() < end:
-            p = longer(problem(number))
-            bar.set_postfix_str(f"{number}: {p.kind}, {p.schedule}")
+            p = problem(number, options.longer)
+            bar.set_postfix_str(f"{number}: {p.kind}" + f", {p.schedule}" * (device == "cpu"))
             try:
-                worst = max(worst, check(p, options.target, device))
+                worst = max(worst, check(p, target, device))
             except Exception as error:  # every kind of failure is a finding
                 failed += 1
                 message = traceback.format_exc()
                 bar.write(f"{number}: {type(error).__name__}: {error}\n  {p}")
                 with failures.open("a") as out:
-                    out.write(json.dumps({"number": number, "problem": asdict(p), "error": message}) + "\n")
+                    found = {"number": number, "longer": options.longer, "problem": asdict(p), "error": message}
+                    out.write(json.dumps(found) + "\n")
             number += 1
             state.write_text(json.dumps({"next": number}))
             bar.update()
+            if device == "cuda" and not _gpu_answers():
+                bar.write("the GPU answers no more")
+                break
     print(f"problems {first} to {number - 1}: {failed} failed; largest error {worst:.2f} x what is allowed")
     if failed:
         print(f"failures: {failures}")

@@ -323,7 +323,7 @@ def launched():
 @pytest.mark.parametrize("seq, mask", [(293, "random"), (1100, "causal")])
 @pytest.mark.parametrize("kind", ["forward", "qkv backward"])
 @pytest.mark.parametrize("model", ["gemma2-2b", "gemma3-1b", "gemma3-27b"])
-def test_layers_of_other_models_match_the_reference(model, kind, seq, mask):
+def test_sizes_of_other_models_match_the_reference(model, kind, seq, mask):
     """Widths and heads, and a head_dim in either direction, that the suite has not."""
     layer = PRESETS[model]
     sizes = {name: getattr(layer, name) for name in ("heads", "kv_heads", "head_dim", "hidden", "softcap")}

@@ -65,10 +65,23 @@ def test_what_once_failed_passes(name):
 def test_a_problem_number_always_means_the_same_problem():
     assert fuzz.problem(7) == fuzz.problem(7)
     assert len({fuzz.problem(number) for number in range(50)}) == 50
+    assert fuzz.problem(7, longer=3) == replace(fuzz.problem(7), seq=3 * fuzz.problem(7).seq)
     sizes = {
         (p.kind, p.heads, p.head_dim, p.hidden, p.softcap) for p in map(fuzz.problem, range(fuzz.SHARED))
     }
     assert len(sizes) == 1, "problems of one block share what is compiled in"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["--longer", "0"], "--longer: got 0, want at least 1"), (["--backend", "cuda"], "got cuda, but there is no GPU")],
+)
+def test_options_that_cannot_be_end_before_the_first_problem(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(fuzz.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        fuzz.main()
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_wrong_result_is_a_mismatch(monkeypatch):

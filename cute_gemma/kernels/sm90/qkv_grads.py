@@ -38,7 +38,7 @@ NORM_TUNING = NormBackwardTuning(warps=8, unroll=4, ctas=2 * SM_COUNT)
 
 @dataclass(frozen=True)
 class QkvGradients(QkvGradientsBase, PersistentGemm):
-    """See QkvGradientsBase. tuning: see `default_tuning`."""
+    """See QkvGradientsBase. tuning: see `default_tuning`; ValueError for one that leaves too few registers."""
 
     hidden: int
     heads: int
@@ -51,8 +51,12 @@ class QkvGradients(QkvGradientsBase, PersistentGemm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tuning.stream_k and self.tuning.tile_m != 128:  # registers would not suffice
-            raise ValueError(f"tuning: got stream_k with tile_m {self.tuning.tile_m}, expected tile_m 128 with it")
+        tall = self.tuning.tile_m == 256 and (self.tuning.tile_n == 64 or self.tuning.cluster_m > 1)
+        if self.tuning.stream_k and tall:  # registers would not suffice
+            raise ValueError(
+                f"tuning: got stream_k with {self.tuning.tile_m} x {self.tuning.tile_n} tiles and cluster_m "
+                f"{self.tuning.cluster_m}, expected tile_m 128, or tile_n 128 and cluster_m 1"
+            )
 
     @property
     def defers(self) -> bool:

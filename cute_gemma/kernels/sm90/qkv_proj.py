@@ -89,14 +89,14 @@ def default_tuning(
     """The tuning for M = `rows`; sizes and `save_for_backward` as in `QKVProjection`."""
     columns = tuple(count * head_dim for count in (heads, kv_heads, kv_heads))
     shapes = tuple((128, width) for width in (256, 128) if width % head_dim == 0)
-    spills = saving_spills if save_for_backward else lambda _: False
+    spills = saving_spills if save_for_backward else None
     return choose_tuning(rows, columns, hidden, shapes, sm_count, EPILOGUE_CYCLES, spills)
 
 
 @dataclass(frozen=True)
 class QKVProjection(QKVProjectionBase, PersistentGemm):
     """See QKVProjectionBase. tuning: see `default_tuning`; tile_m 128, tile_n a multiple of head_dim
-    (default: one head)."""
+    (default: one head). With `save_for_backward` tiles of 256 columns are neither shared nor split."""
 
     hidden: int
     heads: int
@@ -115,7 +115,8 @@ class QKVProjection(QKVProjectionBase, PersistentGemm):
             raise ValueError(f"tile_m: {self.tuning.tile_m}, expected 128")
         if self.save_for_backward and saving_spills(self.tuning):
             raise ValueError(
-                f"tuning: got {self.tuning}, with save_for_backward expected tile_n 128 or neither stream_k nor share > 1"
+                f"tuning: got tile_n 256, stream_k {self.tuning.stream_k} and share {self.tuning.share}, expected with "
+                "save_for_backward neither stream_k nor share 2 at tile_n 256"
             )
         self.check()
 

@@ -131,16 +131,16 @@ def choose_tuning(
     shapes: tuple[tuple[int, int], ...],
     sm_count: int = SM_COUNT,
     epilogue: float = EPILOGUE_CYCLES,
-    spills: Callable[[GemmTuning], bool] = lambda _: False,
+    spills: Callable[[GemmTuning], bool] | None = None,
 ) -> GemmTuning:
     """The candidate with the lowest count for `rows` x sum(columns) outputs of `inner` products each.
 
     columns: widths of the matrices side by side, each cut into tiles of its own. shapes: (tile_m, tile_n) to
-    choose from. epilogue: its cycles a tile column. spills: what to leave out.
+    choose from. epilogue: its cycles a tile column. spills: whether a candidate is to be left out (None: no).
     """
     if rows > MANY_ROWS:
         shapes = tuple(shape for shape in shapes if shape[1] >= 192)
-    fitting = (t for t in candidates(shapes, inner, sm_count) if not spills(t))
+    fitting = (t for t in candidates(shapes, inner, sm_count) if spills is None or not spills(t))
     return min(fitting, key=lambda t: gemm_cycles(t, rows, columns, inner, epilogue))
 
 
