@@ -72,6 +72,13 @@ def test_nothing_spills_on_sm_90a_and_products_stay_in_flight(kernel):
         assert report.registers <= 168 and report.count("WARPGROUP") < report.count("HGMMA")
 
 
+@pytest.mark.parametrize("head_dim", [16, 80, 128, 256])
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_rope_backward_spills_nothing(target, head_dim):
+    (report,) = jit.inspect(backward_kernels(target).rope_backward(4, 1, head_dim), target)
+    assert report.stack_bytes == report.local_loads == report.local_stores == 0
+
+
 def test_an_interior_tile_costs_what_the_design_allows():
     """Over all warps; register moves do not count, special-function operations are those of a logit."""
     cost = interior_tile_cost("suite", TARGET)

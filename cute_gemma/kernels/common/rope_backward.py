@@ -71,7 +71,7 @@ class RopeBackward:
             (cos.iterator, sin.iterator),
             batch * seq,
             seq,
-        ).launch(grid=(cute.ceil_div(threads, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream)
+        ).launch(grid=(cute.ceil_div(threads, THREADS), 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, gradients: tuple, table: tuple, positions: cutlass.Int32, seq: cutlass.Int32):
