@@ -31,7 +31,7 @@ from cute_gemma import emulator, functional, functional_backward, jit, reference
 from cute_gemma.config import AttentionConfig
 
 STATE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "cute_gemma" / "fuzz"
-DEVICES = {"emulator": "cpu", "cuda": "cuda"}
+DEVICES = {backend: device for device, backend in functional.BACKENDS.items()}
 KINDS = ("forward", "attention", "qkv backward", "rope backward")
 MASKS = ("causal", "none", "random", "blocks", "masked rows", "late keys", "all masked", "finite causal")
 SHARED = 25  # problems in a row with the same sizes compiled in

@@ -571,6 +571,7 @@ def test_results_go_to_out_and_wrong_out_is_named_on_warm_calls(gpu):
         for t in whole:
             t.fill_(math.nan)
         assert_equal(call("qkv_backward", given, out=whole), wanted)
+        assert_equal(whole, wanted)
 
 
 @settings(max_examples=300, deadline=None)
